@@ -1,0 +1,126 @@
+"""What an algorithm is, and the local training that several share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.client import ClientStep, Local, Reply, local_update, mean_loss, minibatches
+from coterie.cohort import Cohort
+from coterie.key import Key
+from coterie.settings import setting
+from coterie.task import Data, Task
+from coterie.tree import Params
+
+_BATCHES = 1  # stream under a client's key
+
+
+class Report(NamedTuple):
+    """What a round tells besides its state.
+
+    Attributes:
+        clients: Who took part, as positions in the federation.
+        loss: F_i of each of them at the model it was given, before its step.
+    """
+
+    clients: Tensor
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """Hyperparameters, and pure functions of a state.
+
+    A subclass is a frozen dataclass with no logic in its constructor. All that it learns is in a NamedTuple, its
+    state; nothing is remembered anywhere else, so a checkpoint is complete by construction.
+    """
+
+    @abstractmethod
+    def start(self, task: Task, cohort: Cohort, key: Key) -> Any:
+        """The first state. It may ask the clients, and what that costs is counted."""
+
+    @abstractmethod
+    def round(self, state: Any, cohort: Cohort) -> tuple[Any, Report]:
+        """One round: the next state, leaving the old one alone."""
+
+    @abstractmethod
+    def models(self, state: Any) -> Params:
+        """The models learnt, stacked (k, …)."""
+
+    @abstractmethod
+    def labels(self, state: Any) -> Tensor:
+        """Every client's cluster as the server knows it (m,); -1 for a client not heard of yet."""
+
+    @abstractmethod
+    def place(self, state: Any, cohort: Cohort) -> Tensor:
+        """The cluster of every client of the cohort under this state, chosen on the cohort's rows."""
+
+    @abstractmethod
+    def assign(self, state: Any, task: Task, data: Data) -> int:
+        """The cluster of one client, old or new."""
+
+    def done(self, state: Any) -> bool:
+        """Whether there is nothing left to do."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """Hyperparameters of the training that clients do on their own rows.
+
+    Args:
+        lr: Step size γ.
+        tau: Local steps τ per round.
+        batch: Rows per local step, from shuffled passes over the client's rows; None takes all of them each time.
+        decay: The step size of round t is γ·decayᵗ.
+        fraction: Share of the clients that take part in a round.
+        weights: "uniform": every client counts the same; "size": by its number of rows.
+    """
+
+    lr: float = setting(0.1, low=0)
+    tau: int = setting(10, low=1)
+    batch: int | None = setting(None, low=1)
+    decay: float = setting(1.0, low=0, high=1)
+    fraction: float = setting(1.0, low=0, high=1)
+    weights: Literal["uniform", "size"] = "uniform"
+
+    def step_size(self, t: int) -> Tensor:
+        """γ·decayᵗ, as something that can be sent to clients."""
+        return torch.tensor(self.lr * self.decay**t)
+
+    def weight(self, data: Data) -> Tensor:
+        """How heavily a client counts in a mean."""
+        return data.mask.sum() if self.weights == "size" else torch.ones((), device=data.mask.device)
+
+    def draw_batches(self, n: int, key: Key, when: tuple[int, ...]) -> Tensor | None:
+        """Row numbers of every local step (τ, batch), or None for full batches."""
+        if self.batch is None:
+            return None
+        return minibatches(n, min(self.batch, n), self.tau, key.fold(_BATCHES, *when).generator())
+
+    def train(self, task: Task, prox: float = 0.0) -> ClientStep:
+        """A client step: train the model that was sent, and send back the result."""
+
+        def run(shared: dict[str, Any], local: Local) -> Reply:
+            theta, lr = shared["theta"], shared["lr"]
+            batches = local.draws["batches"] if self.batch else None
+            end = local_update(task, theta, local.data, lr=lr, tau=self.tau, batches=batches, prox=prox)
+            note = {"loss": mean_loss(task, theta, local.data)}
+            return Reply(end, self.weight(local.data), torch.zeros((), dtype=torch.long), note)
+
+        def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
+            return {"batches": self.draw_batches(n, key, when)}
+
+        return ClientStep(run, draw if self.batch else None)
+
+
+def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
+    """argmin over j of F(θ_j) on these rows, and that loss, for models stacked (k, …)."""
+    losses = vmap(lambda t: mean_loss(task, t, data))(theta)
+    j = losses.argmin()
+    return j, losses.index_select(0, j.reshape(1))[0]

@@ -1,0 +1,112 @@
+"""What happens at one client: its rows, its step, its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from coterie.key import Key
+from coterie.task import Data, Task
+from coterie.tree import Params, tree_map
+
+
+class Local(NamedTuple):
+    """All that a client's step may look at besides what the server sent.
+
+    Attributes:
+        data: The client's rows, padded to the length of its bucket; `data.mask` tells the real ones.
+        draws: What the step's `draw` returned for this client: every random number it will use.
+        memory: What the client kept from its last reply, `()` at first.
+    """
+
+    data: Data
+    draws: Any
+    memory: Any
+
+
+class Reply(NamedTuple):
+    """What a client sends back.
+
+    A reply may be in several parts, each for a sum of its own: then `slot` and `weight` have shape (parts,) and
+    every tensor of `update` leads with that axis. Restarts travel so.
+
+    Attributes:
+        update: What is added up.
+        weight: How heavily.
+        slot: In which of the sums.
+        note: Diagnostics of one client; they never enter a sum.
+        memory: What stays on the client until its next step.
+    """
+
+    update: Any
+    weight: Tensor
+    slot: Tensor
+    note: dict[str, Tensor]
+    memory: Any = ()
+
+
+class ClientStep(NamedTuple):
+    """One client's work in one exchange with the server.
+
+    Attributes:
+        run: `run(shared, local) -> Reply`. Pure, about one client, and traceable under `torch.func.vmap`.
+        draw: `draw(n, key, when)` makes, outside of `run`, all the random numbers of a client with n rows. `key`
+            is the client's own and the same in every round; `when` is the round (and whatever the algorithm folded
+            into it). Integer tensors of unequal shapes are padded with -1 where clients are stacked.
+    """
+
+    run: Callable[[Any, Local], Reply]
+    draw: Callable[[int, Key, tuple[int, ...]], Any] | None = None
+
+
+def mean_loss(task: Task, params: Params, data: Data) -> Tensor:
+    """F_i(θ): the mean loss over a client's real rows; 0 where it has none."""
+    return (task.loss(params, data) * data.mask).sum() / data.mask.sum().clamp(min=1)
+
+
+def pick(data: Data, rows: Tensor) -> Data:
+    """The rows numbered by `rows`, of which -1 stands for no row."""
+    at = rows.clamp(min=0)
+    return Data(data.x[at], data.y[at], data.mask[at] * (rows >= 0))
+
+
+def minibatches(n: int, size: int, steps: int, generator: torch.Generator) -> Tensor:
+    """`steps` batches from repeated shuffled passes over n rows, as row numbers (steps, size); -1 is no row.
+
+    Example:
+        >>> rows = minibatches(5, 2, 3, torch.Generator().manual_seed(0))
+        >>> sorted(rows.flatten().tolist())     # one pass: the last batch holds one row
+        [-1, 0, 1, 2, 3, 4]
+    """
+    per_pass = -(-n // size)
+    passes = [torch.randperm(n, generator=generator) for _ in range(-(-steps // per_pass))]
+    padded = [torch.nn.functional.pad(p, (0, per_pass * size - n), value=-1) for p in passes]
+    return torch.cat(padded).reshape(-1, size)[:steps]
+
+
+def local_update(
+    task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None = None, prox: float = 0.0
+) -> Params:
+    """LocalUpdate(θ, γ, τ) of IFCA's Algorithm 1 (lines 18-21): τ steps of (stochastic) gradient descent.
+
+    Args:
+        task: Gives the loss.
+        theta: The model to start from.
+        data: The client's rows.
+        lr: The step size γ.
+        tau: The number of steps τ.
+        batches: Row numbers of every step's minibatch (τ, size); None takes all rows each time.
+        prox: FedProx's μ: adds μ/2 ‖θ - θ⁽⁰⁾‖² to the loss.
+    """
+    start = theta
+    for q in range(tau):
+        batch = data if batches is None else pick(data, batches[q])
+        gradient = grad(lambda p, batch=batch: mean_loss(task, p, batch))(theta)
+        if prox:
+            gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, theta, start)
+        theta = tree_map(lambda p, g: p - lr * g, theta, gradient)
+    return theta

@@ -1,0 +1,198 @@
+"""A cohort: the only way an algorithm reaches clients.
+
+It has two verbs. `combine` returns sums by slot, which is what secure aggregation can compute; `gather` returns every
+client's reply, which it cannot. So the verb that an algorithm uses states what its server gets to see.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from coterie.client import ClientStep, Reply
+from coterie.federation import Federation
+from coterie.key import Key
+from coterie.task import Task
+from coterie.tree import leaves, nbytes, take, tree_map
+from coterie.uplink import Uplink
+
+Step = Callable[[Task], ClientStep]  # a method of a frozen dataclass, so that a remote client can rebuild it by name
+
+_CLIENT, _SAMPLE = 1, 2  # streams under the run's key
+
+
+class Sums(NamedTuple):
+    """What `combine` returns.
+
+    Attributes:
+        update: The weighted sums by slot (slots, …).
+        weight: The summed weights (slots,).
+        note: Every participant's diagnostics, in the cohort's order.
+    """
+
+    update: Any
+    weight: Tensor
+    note: dict[str, Tensor]
+
+
+@dataclass
+class Ledger:
+    """What an executor keeps over a run and every cohort of the run shares."""
+
+    bytes_down: int = 0
+    bytes_up: int = 0
+    memory: dict[int, Any] = field(default_factory=dict)  # what each client keeps for itself
+    chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
+    messages: list[str] = field(default_factory=list)  # choices that the executor made, for the log
+
+
+class Cohort(ABC):
+    """Some clients of a federation at some moment of a run.
+
+    A cohort never changes: `at`, `fold`, `only`, `sample` and `on` return another one.
+    """
+
+    def __init__(
+        self, federation: Federation, task: Task, key: Key, device: torch.device, uplink: Uplink | None = None
+    ) -> None:
+        self.federation = federation
+        self.task = task
+        self.key = key
+        self.device = device
+        self.uplink = uplink or Uplink()
+        self.ledger = Ledger()
+        self.clients = torch.arange(len(federation))
+        self.when: tuple[int, ...] = ()
+        self.part = "train"
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def population(self) -> int:
+        """m: all clients of the federation, whether in this cohort or not."""
+        return len(self.federation)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Rows of each client of the cohort."""
+        return self.federation.split(self.part).sizes[self.clients]
+
+    @property
+    def numbers(self) -> Tensor:
+        """An integer per client that follows from its name."""
+        return self.federation.numbers[self.clients]
+
+    def at(self, t: int) -> Self:
+        """The cohort in round t: its clients' draws follow."""
+        return self._but(when=(t,))
+
+    def fold(self, *more: int) -> Self:
+        """The cohort at a finer moment, for algorithms that exchange several times in a round."""
+        return self._but(when=self.when + more)
+
+    def on(self, part: str) -> Self:
+        """The same clients with their "train" or "test" rows as the data of every step."""
+        return self._but(part=part)
+
+    def only(self, positions: Tensor | Sequence[int]) -> Self:
+        """The clients at these positions of the cohort."""
+        return self._but(clients=self.clients[torch.as_tensor(positions, dtype=torch.long)])
+
+    def sample(self, fraction: float) -> Self:
+        """A random share of the clients, at least one; who they are follows from the key and the moment."""
+        if fraction >= 1:
+            return self
+        order = self.key.fold(_SAMPLE, *self.when).shuffle(self.numbers)
+        return self.only(order[: max(1, round(fraction * len(self)))].sort().values)
+
+    def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
+        """Run `step` on every client and add the weighted updates up by slot.
+
+        Args:
+            step: A method `step(task) -> ClientStep`.
+            shared: What every client is sent.
+            slots: The number of sums.
+            rows: (clients,) or (clients, parts). Client i is sent only these rows of `shared`.
+        """
+        update, weight, order, notes = None, torch.zeros(slots, device=self.device), [], []
+        for at, reply in self._counted(step, shared, rows):
+            part = slot_sum(reply, slots)
+            update = part.update if update is None else tree_map(torch.add, update, part.update)
+            weight = weight + part.weight
+            order.append(at)
+            notes.append(reply.note)
+        return Sums(update, weight, _in_order(notes, order))
+
+    def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
+        """Run `step` on every client and return every reply, stacked in the cohort's order."""
+        order, replies = [], []
+        for at, reply in self._counted(step, shared, rows):
+            order.append(at)
+            replies.append(reply._replace(memory=()))
+        return _in_order(replies, order)
+
+    @abstractmethod
+    def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+        """Yield (positions in the cohort, their stacked replies) until every client has replied once."""
+
+    def _counted(self, step: Step, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+        shared = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, shared)
+        down = nbytes(shared if rows is None else take(shared, rows[0].to(self.device)))
+        for at, reply in self._replies(step(self.task), getattr(step, "__qualname__", "step"), shared, rows):
+            self.ledger.bytes_down += down * len(at)
+            self.ledger.bytes_up += nbytes(reply._replace(memory=()))
+            yield at, reply
+
+    def _draws(self, step: ClientStep, i: int, n: int) -> Any:
+        key = self.key.fold(_CLIENT, int(self.federation.numbers[i]))
+        return () if step.draw is None else step.draw(n, key, self.when)
+
+    def _but(self, **changes: Any) -> Self:
+        other = copy.copy(self)
+        other.__dict__.update(changes)
+        return other
+
+
+def slot_sum(reply: Reply, slots: int) -> Sums:
+    """Add stacked replies (c, …), each of one or several parts, up by slot."""
+    weight, parts = reply.weight.flatten(), reply.slot.dim()
+    # One matrix product: on a GPU index_add would add in an order that changes from run to run.
+    share = F.one_hot(reply.slot.flatten(), slots).to(weight.dtype) * weight[:, None]
+
+    def total(x: Tensor) -> Tensor:
+        return (share.T.to(x.dtype) @ x.reshape(len(weight), -1)).reshape(slots, *x.shape[parts:])
+
+    return Sums(tree_map(total, reply.update), share.sum(0), reply.note)
+
+
+def slot_mean(sums: Sums, otherwise: Any) -> Any:
+    """The weighted mean of every slot; a slot that nobody chose keeps what it had.
+
+    Example:
+        >>> sums = Sums({"w": torch.tensor([6.0, 0.0])}, torch.tensor([3.0, 0.0]), {})
+        >>> slot_mean(sums, otherwise={"w": torch.tensor([9.0, 7.0])})["w"]
+        tensor([2., 7.])
+    """
+
+    def mean(total: Tensor, old: Tensor) -> Tensor:
+        weight = sums.weight.reshape(-1, *[1] * (total.dim() - 1))
+        return torch.where(weight > 0, total / weight.clamp(min=torch.finfo(total.dtype).tiny), old)
+
+    return tree_map(mean, sums.update, otherwise)
+
+
+def _in_order(parts: list[Any], order: list[Tensor]) -> Any:
+    """Stacked chunks put back into the cohort's order."""
+    back = torch.cat(order).argsort()
+    if len(parts) == 1 and bool((back == torch.arange(len(back))).all()):
+        return parts[0]
+    device = next((x.device for x in leaves(parts)), torch.device("cpu"))
+    return tree_map(lambda *xs: torch.cat(xs).index_select(0, back.to(device)), *parts)

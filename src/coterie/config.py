@@ -1,0 +1,133 @@
+"""Algorithms, tasks and data sets as plain tables, and back: the contents of a config.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from coterie.algorithms import ALGORITHMS
+from coterie.algorithms.base import Algorithm
+from coterie.algorithms.starts import STARTS, Start
+from coterie.data import CHANGES, DATASETS
+from coterie.federation import Federation
+from coterie.models import MODELS
+from coterie.settings import nearest_name, to_plain, validate
+from coterie.task import Task
+
+RUN_KEYS = ("rounds", "seed", "executor", "device")
+TASKS = {"classifier": Task.classifier, "regressor": Task.regressor}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a config.toml asks for."""
+
+    algorithm: Algorithm
+    task: Task
+    federation: Federation
+    run: dict[str, Any]
+
+
+def describe(algorithm: Algorithm) -> dict[str, Any]:
+    """An algorithm as a table: its name and its hyperparameters."""
+    name = next((n for n, c in ALGORITHMS.items() if c is type(algorithm)), type(algorithm).__name__)
+    table = {"name": name, **to_plain(algorithm)}
+    init = getattr(algorithm, "init", None)
+    if isinstance(init, Start):
+        named = next((n for n, c in STARTS.items() if c is type(init)), type(init).__name__)
+        table["init"] = {"name": named, **to_plain(init)}
+    elif init is not None and not isinstance(init, str):
+        table["init"] = "given"
+    return table
+
+
+def build_algorithm(table: dict[str, Any]) -> Algorithm:
+    """The algorithm that a table describes."""
+    cls, values = _named(table, ALGORITHMS, "algorithm")
+    _known(values, [f.name for f in dataclasses.fields(cls)], "algorithm")
+    if isinstance(values.get("init"), dict):
+        start, settings = _named(values["init"], STARTS, "algorithm.init")
+        _known(settings, [f.name for f in dataclasses.fields(start)], "algorithm.init")
+        values["init"] = start(**settings)
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _required(f)]
+    if missing:
+        raise ValueError(f"[algorithm] needs {', '.join(missing)}")
+    algorithm = cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    validate(algorithm)
+    return algorithm
+
+
+def build_task(table: dict[str, Any]) -> Task:
+    """The task that a table describes: `kind` and a `model` table of `name` and `sizes`."""
+    _known(table, ["kind", "model"], "task")
+    kind = table.get("kind", "classifier")
+    if kind not in TASKS:
+        raise ValueError(f"[task] kind must be {' or '.join(TASKS)}, got {kind!r}{nearest_name(str(kind), TASKS)}")
+    if not isinstance(table.get("model"), dict):
+        raise ValueError('[task] needs a model, such as model = { name = "mlp", sizes = [64, 32, 10] }')
+    model, values = _named(table["model"], MODELS, "task.model")
+    return TASKS[kind](_call(model, values, "task.model"))
+
+
+def build_federation(table: dict[str, Any]) -> Federation:
+    """The federation that a table describes: a data set, then the changes listed under `change`."""
+    changes = table.get("change", [])
+    make, values = _named({k: v for k, v in table.items() if k != "change"}, DATASETS, "data")
+    federation = _call(make, values, "data")
+    for entry in changes:
+        change, values = _named(entry, CHANGES, "data.change")
+        federation = _call(change, values, "data.change", federation)
+    return federation
+
+
+def build(tables: dict[str, Any]) -> Config:
+    """All of a config.toml."""
+    _known(tables, ["algorithm", "task", "data", "run"], "")
+    for needed in ("algorithm", "task", "data", "run"):
+        if needed not in tables:
+            raise ValueError(f"the configuration has no [{needed}] table")
+    _known(tables["run"], list(RUN_KEYS), "run")
+    if "rounds" not in tables["run"]:
+        raise ValueError("[run] needs rounds")
+    return Config(
+        build_algorithm(tables["algorithm"]),
+        build_task(tables["task"]),
+        build_federation(tables["data"]),
+        tables["run"],
+    )
+
+
+def _named(table: dict[str, Any], known: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """The thing that `table["name"]` names, and the rest of the table."""
+    values = dict(table)
+    name = values.pop("name", None)
+    if name is None:
+        raise ValueError(f"[{where}] needs a name{nearest_name('', known)}")
+    if name not in known:
+        raise ValueError(f"[{where}] knows no {name!r}{nearest_name(str(name), known)}")
+    return known[name], values
+
+
+def _known(values: dict[str, Any], names: list[str], where: str) -> None:
+    for name in values:
+        if name not in names:
+            table = f"[{where}]" if where else "the configuration"
+            raise ValueError(f"{table} has no key '{name}'{nearest_name(name, names)}")
+
+
+def _call(function: Callable[..., Any], values: dict[str, Any], where: str, *first: Any) -> Any:
+    parameters = list(inspect.signature(function).parameters.values())[len(first) :]
+    names = [p.name for p in parameters]
+    _known(values, names, where)
+    starred = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    positional = list(values.pop(starred, [])) if starred else []
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in values and p.name != starred]
+    if missing:
+        raise ValueError(f"[{where}] needs {', '.join(missing)}")
+    return function(*first, *positional, **{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

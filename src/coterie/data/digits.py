@@ -1,0 +1,61 @@
+"""scikit-learn's 1,797 embedded digits (8 × 8): no download, so the demo and the tests run anywhere."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from coterie.data.heterogeneity import permute_labels, rotate
+from coterie.data.source import dataset, deal
+from coterie.federation import Federation
+
+_TEST = 360  # images kept for testing
+
+
+@dataset
+def digits(clients: int, seed: int = 0, copies: int = 1) -> Federation:
+    """Digits dealt to clients at random: one group.
+
+    Args:
+        clients: m.
+        seed: Of the shuffling.
+        copies: See `coterie.data.deal`.
+    """
+    return deal(*_images(), clients=clients, seed=seed, copies=copies)
+
+
+@dataset
+def rotated_digits(clients: int, seed: int = 0, groups: int = 4) -> Federation:
+    """Digits turned by 0, 90, 180, 270 degrees, one angle per group of clients; every image occurs at every angle.
+
+    Example:
+        >>> federation = rotated_digits(clients=8, seed=0)
+        >>> len(federation), federation.groups.tolist(), tuple(federation.train.x.shape[1:])
+        (8, [0, 0, 1, 1, 2, 2, 3, 3], (1, 8, 8))
+    """
+    return rotate(digits(clients, seed, copies=groups), groups)
+
+
+@dataset
+def permuted_digits(clients: int, groups: int = 4, seed: int = 0) -> Federation:
+    """Digits whose labels are permuted, one permutation per group of clients.
+
+    Example:
+        >>> permuted_digits(clients=8, groups=2, seed=0).groups.tolist()
+        [0, 0, 0, 0, 1, 1, 1, 1]
+    """
+    return permute_labels(digits(clients, seed), groups, seed=seed)
+
+
+@functools.cache
+def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = torch.as_tensor(bunch.images, dtype=torch.float32)[:, None] / 16
+    y = torch.as_tensor(bunch.target, dtype=torch.long)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # the split is the same for every seed
+    train, test = order[:-_TEST], order[-_TEST:]
+    return x[train], y[train], x[test], y[test]

@@ -1,0 +1,80 @@
+"""MNIST, from its four idx files."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.data.source import dataset, deal, fetch
+from coterie.federation import Federation, Packed
+from coterie.key import Key
+
+_HOME = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_FILES = {
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
+
+
+@dataset
+def mnist(clients: int, seed: int = 0) -> Federation:
+    """MNIST dealt to clients at random: one group."""
+    return deal(*_images(), clients=clients, seed=seed)
+
+
+@dataset
+def rotated_mnist(clients: int, rows: int, seed: int = 0, groups: int = 4) -> Federation:
+    """The IFCA paper's rotated MNIST (Section 6.2): each group turns all of MNIST by its own angle.
+
+    Every group shuffles all 60,000 training images and cuts them into clients of `rows` images. Its test images are
+    cut, unshuffled, into machines of `rows`; each is the test data of equally many clients, so that the mean over
+    clients is the paper's mean over test machines.
+
+    Args:
+        clients: m, at most groups · 60,000 / rows.
+        rows: n, images per client.
+        seed: Of the shuffling.
+        groups: Quarter turns, 1 to 4.
+    """
+    if not 1 <= groups <= 4:
+        raise ValueError(f"rotated_mnist: groups must be 1 to 4, the quarter turns there are, got {groups}")
+    if clients < groups or clients % groups:
+        raise ValueError(f"rotated_mnist: clients must be a positive multiple of {groups}, got {clients}")
+    x, y, x_test, y_test = _images()
+    per_group, machines = clients // groups, len(x_test) // rows
+    if rows < 1 or per_group * rows > len(x) or not machines:
+        raise ValueError(f"rotated_mnist: {per_group} clients a group with {rows} rows each want more than {len(x)} images")
+    orders = [torch.randperm(len(x), generator=Key.of(seed).fold(g).generator()) for g in range(groups)]
+    picked = [order[: per_group * rows] for order in orders]
+    tested = (torch.arange(per_group) % machines)[:, None] * rows + torch.arange(rows)
+
+    def packed(x: Tensor, y: Tensor, picks: list[Tensor]) -> Packed:
+        turned = torch.cat([torch.rot90(x[at], g, (-2, -1)) for g, at in enumerate(picks)])
+        return Packed(turned, torch.cat([y[at] for at in picks]), torch.arange(clients + 1) * rows)
+
+    return Federation(
+        train=packed(x, y, picked),
+        test=packed(x_test, y_test, [tested.flatten()] * groups),
+        groups=torch.arange(clients) // per_group,
+    )
+
+
+def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parts = [_idx(fetch(f"mnist/{name}", _HOME + name, digest)) for name, digest in _FILES.items()]
+    x, y, x_test, y_test = (torch.from_numpy(p) for p in parts)
+    return x[:, None].float() / 255, y.long(), x_test[:, None].float() / 255, y_test.long()
+
+
+def _idx(path: Path) -> np.ndarray:
+    """An idx file of bytes: two zeros, the type, the number of axes, their lengths, the values."""
+    raw = gzip.decompress(path.read_bytes())
+    axes = raw[3]
+    shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()

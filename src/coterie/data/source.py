@@ -1,0 +1,123 @@
+"""Where rows come from: the register of data sets, the data folder, and dealing rows out to clients."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from coterie.federation import Federation, Packed
+from coterie.key import Key
+from coterie.snapshot import atomic
+
+DATASETS: dict[str, Callable[..., Federation]] = {}
+CHANGES: dict[str, Callable[..., Federation]] = {}
+
+Maker = TypeVar("Maker", bound=Callable[..., Federation])
+
+
+def dataset(make: Maker) -> Maker:
+    """Register a function that makes a federation, and note its arguments in the federation's source."""
+
+    @functools.wraps(make)
+    def noted(*args: Any, **kwargs: Any) -> Federation:
+        return replace(make(*args, **kwargs), source={"name": make.__name__, **_plain_arguments(make, args, kwargs)})
+
+    DATASETS[make.__name__] = noted
+    return noted  # pyright: ignore[reportReturnType] - functools.wraps keeps the signature
+
+
+def change(make: Maker) -> Maker:
+    """Register a function that makes a federation from another, and add it to the federation's source."""
+
+    @functools.wraps(make)
+    def noted(federation: Federation, *args: Any, **kwargs: Any) -> Federation:
+        made = make(federation, *args, **kwargs)
+        if not federation.source:
+            return replace(made, source={})
+        entry = {"name": make.__name__, **_plain_arguments(make, (federation, *args), kwargs)}
+        return replace(made, source={**federation.source, "change": [*federation.source.get("change", []), entry]})
+
+    CHANGES[make.__name__] = noted
+    return noted  # pyright: ignore[reportReturnType] - functools.wraps keeps the signature
+
+
+def folder() -> Path:
+    """Where data sets lie: `COTERIE_DATA`, or the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("COTERIE_DATA") or Path(cache) / "coterie")
+
+
+def fetch(name: str, url: str, sha256: str) -> Path:
+    """The file `name` of the data folder, downloaded from its home and verified if it is not there."""
+    path = folder() / name
+    if not path.exists():
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                content = answer.read()
+        except OSError as error:
+            raise ValueError(
+                f"{name} is not in {folder()} and could not be downloaded from {url} ({error}); "
+                "set COTERIE_DATA to a folder that has it"
+            ) from error
+        with atomic(path) as part:
+            part.write_bytes(content)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise ValueError(f"{path} is not the file it should be: its sha256 is {digest}, expected {sha256}; delete it")
+    return path
+
+
+def deal(
+    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, *, clients: int, seed: int, copies: int = 1
+) -> Federation:
+    """Deal rows out to clients, evenly and at random.
+
+    Args:
+        x: Training rows.
+        y: Their labels.
+        x_test: Test rows.
+        y_test: Their labels.
+        clients: m.
+        seed: Of the shuffling.
+        copies: The clients fall into so many equal blocks, each of which is dealt all the rows, shuffled anew. The
+            IFCA paper makes its rotated data so: every image occurs in every rotation.
+    """
+    if clients < 1 or clients % copies:
+        raise ValueError(f"clients must be a positive multiple of {copies}, got {clients}")
+    if clients // copies > len(x):
+        raise ValueError(f"{len(x)} rows cannot be dealt to {clients // copies} clients")
+
+    def part(x: Tensor, y: Tensor, stream: int) -> Packed:
+        per_copy = clients // copies
+        order = [torch.randperm(len(x), generator=Key.of(seed).fold(stream, c).generator()) for c in range(copies)]
+        sizes = torch.cat([_even(len(x), per_copy) for _ in range(copies)])
+        rows = torch.cat(order)
+        return Packed(x[rows], y[rows], torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)]))
+
+    groups = torch.zeros(clients, dtype=torch.long)
+    return Federation(part(x, y, 0), part(x_test, y_test, 1), groups)
+
+
+def _even(rows: int, clients: int) -> Tensor:
+    """Sizes that differ by one at most."""
+    return torch.tensor([rows // clients + (i < rows % clients) for i in range(clients)])
+
+
+def _plain_arguments(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(make).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {
+        n: list(v) if isinstance(v, tuple) else v
+        for n, v in bound.arguments.items()
+        if v is not None and not isinstance(v, Federation)
+    }

@@ -1,0 +1,147 @@
+"""Many clients at once on one device: `torch.func.vmap` over chunks of clients of like size."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coterie.client import ClientStep, Local, Reply
+from coterie.cohort import Cohort
+from coterie.executors.store import Store, free_memory
+from coterie.tree import leaves, stack, take, tree_map
+
+PADDING = 1.25  # clients share a chunk only if none is padded by more than this
+SHARE = 0.4  # of the free memory, for one chunk
+CACHED = 32 * 2**20  # bytes of work per chunk on a CPU: larger chunks leave the cache and run slower
+
+
+class Vectorised(Cohort):
+    """Chunks of clients, each a single batched computation; sums are added chunk by chunk.
+
+    Clients are sorted by size, so that a small client is never padded to the length of a large one. How many go into
+    a chunk follows from the free memory and from what one client was seen to need; the choice is in the log.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._store = Store(self.federation, self.device)
+
+    def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+        run = vmap(lambda sent, local: self.uplink(step.run(sent, local)), in_dims=(None if rows is None else 0, 0))
+
+        def replies(at: Tensor) -> Reply:
+            sent = shared if rows is None else take(shared, rows[at])
+            return run(sent, self._local(step, at))
+
+        for bucket in buckets(self.sizes, known=self._has_memory()):
+            size = self._chunk(name, bucket, replies)
+            for at in bucket.split(size):
+                reply = replies(at)
+                self._remember(at, reply.memory)
+                yield at, reply
+
+    def _local(self, step: ClientStep, at: Tensor) -> Local:
+        clients = self.clients[at]
+        draws = [self._draws(step, i, n) for i, n in zip(clients.tolist(), self.sizes[at].tolist(), strict=True)]
+        memory = [self.ledger.memory.get(i, ()) for i in clients.tolist()]
+        data = self._store.rows(self.part, clients)
+        return Local(data, tree_map(lambda x: x.to(self.device), _stack_draws(draws)), stack(memory))
+
+    def _has_memory(self) -> Tensor:
+        kept = self.ledger.memory
+        return torch.tensor([i in kept for i in self.clients.tolist()] if kept else [False] * len(self))
+
+    def _remember(self, at: Tensor, memory: Any) -> None:
+        if leaves(memory):
+            for position, i in enumerate(self.clients[at].tolist()):
+                self.ledger.memory[i] = take(memory, position)
+
+    def _chunk(self, name: str, bucket: Tensor, replies: Any) -> int:
+        """Clients per chunk for this step and client size: what fits, and on a CPU no more than its cache likes."""
+        rows = int(self.sizes[bucket].max())
+        label = f"{name} on {rows} {self.part} rows"
+        if label not in self.ledger.chunks:
+            with Peak() as probe:  # two clients, so that every batched operation is really batched
+                replies(bucket[:2])
+            each = max(1, probe.peak // len(bucket[:2]))
+            free = free_memory(self.device)
+            room = free * SHARE if self.device.type != "cpu" else min(free * SHARE, CACHED)
+            size = max(1, int(room // each))
+            if each > free:
+                raise ValueError(
+                    f"{label}: one client needs about {each / 2**20:,.0f} MiB, but {self.device} has only "
+                    f"{free / 2**20:,.0f} MiB free"
+                )
+            self.ledger.chunks[label] = size
+            self.ledger.messages.append(
+                f"vectorised: {label}: {len(bucket)} clients in chunks of {min(size, len(bucket))} "
+                f"({each / 2**20:.2f} MiB a client, {free / 2**30:.1f} GiB free on {self.device})"
+            )
+        return self.ledger.chunks[label]
+
+
+def buckets(sizes: Tensor, known: Tensor) -> list[Tensor]:
+    """Positions of clients, largest first, cut where padding to the largest of the bucket would waste too much.
+
+    Clients that remember something (`known`) are kept apart from those that do not yet.
+
+    Example:
+        >>> [b.tolist() for b in buckets(torch.tensor([10, 100, 9, 90]), torch.zeros(4, dtype=torch.bool))]
+        [[1, 3], [0, 2]]
+    """
+    out: list[Tensor] = []
+    for side in (known, ~known):
+        at = side.nonzero().flatten()
+        at = at[sizes[at].argsort(descending=True, stable=True)]
+        while len(at):
+            own = sizes[at]
+            end = int((own * PADDING >= own[0]).sum())
+            out.append(at[:end].sort().values if bool((own[:end] == own[0]).all()) else at[:end])
+            at = at[end:]
+    return out
+
+
+def _stack_draws(draws: list[Any]) -> Any:
+    """Stack clients' draws; integer tensors of unequal shapes are padded with -1, which means no row."""
+
+    def join(*xs: Tensor) -> Tensor:
+        shape = [max(lengths) for lengths in zip(*(x.shape for x in xs), strict=True)]
+        return torch.stack([x if list(x.shape) == shape else _pad(x, shape) for x in xs])
+
+    return tree_map(join, *draws)
+
+
+def _pad(x: Tensor, shape: list[int]) -> Tensor:
+    padded = x.new_full(shape, -1)
+    padded[tuple(slice(n) for n in x.shape)] = x
+    return padded
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of live tensors made inside the `with` block, and the most that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in leaves(out):
+            storage = tensor.untyped_storage()
+            if (mark := storage.data_ptr()) not in self._seen:
+                self._seen.add(mark)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._gone, mark, storage.nbytes())
+        return out
+
+    def _gone(self, mark: int, size: int) -> None:
+        self._seen.discard(mark)
+        self.live -= size

@@ -1,0 +1,11 @@
+"""Small models for federations. Any `nn.Module` without buffers works as well: see `Task.from_module`."""
+
+from torch import nn
+
+from coterie.models.cnn import CNN
+from coterie.models.linear import Linear
+from coterie.models.mlp import MLP
+
+MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "cnn": CNN}
+
+__all__ = ["CNN", "MLP", "MODELS", "Linear"]

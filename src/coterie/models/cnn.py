@@ -1,0 +1,51 @@
+"""A small convolutional network."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class CNN(nn.Module):
+    """Convolutions with ReLU and max-pooling, then a hidden layer: the shape of LEAF's FEMNIST model.
+
+    Args:
+        shape: (channels, height, width) of an image.
+        classes: Number of classes.
+        channels: Filters of each convolution.
+        kernel: Width of a filter.
+        hidden: Units of the hidden layer.
+
+    Example:
+        >>> import torch
+        >>> CNN((1, 8, 8), 10, channels=(4, 8), kernel=3, hidden=16)(torch.zeros(5, 1, 8, 8)).shape
+        torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        channels: tuple[int, ...] = (32, 64),
+        kernel: int = 5,
+        hidden: int = 128,
+    ) -> None:
+        super().__init__()
+        self.spec = {
+            "name": "cnn", "shape": list(shape), "classes": classes, "channels": list(channels), "kernel": kernel,
+            "hidden": hidden,
+        }  # fmt: skip
+        depth, height, width = shape
+        if min(height, width) < (least := 2 ** len(channels)):
+            raise ValueError(f"CNN: an image must be at least {least} wide and high to be halved {len(channels)} times")
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(a, b, kernel, padding="same") for a, b in zip((depth, *channels), channels, strict=False)
+        )
+        pixels = (height >> len(channels)) * (width >> len(channels))
+        self.hidden = nn.Linear(channels[-1] * pixels, hidden)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, one row per image."""
+        for convolution in self.convolutions:
+            x = nn.functional.max_pool2d(convolution(x).relu(), 2)
+        return self.head(self.hidden(x.flatten(1)).relu())

@@ -1,0 +1,28 @@
+"""One line that tells how a run is going."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+
+class Progress:
+    """A callback of `fit` that rewrites one line of a terminal after every round."""
+
+    def __init__(self, name: str, rounds: int, metric: str, device: str, stream: TextIO | None = None) -> None:
+        self.name, self.rounds, self.metric, self.device = name, rounds, metric, device
+        self.stream = stream or sys.stderr
+        self._score = ""
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Show this row of the history."""
+        if row.get(self.metric) is not None:
+            self._score = f" {self.metric} {row[self.metric]:.3f}"
+        groups = sum(n > 0 for n in row["members"])
+        end = "\n" if row["round"] == self.rounds else ""
+        bar = "━" * round(20 * row["round"] / self.rounds)
+        self.stream.write(
+            f"\r\033[K{self.name} {bar:<20} round {row['round']}/{self.rounds} loss {row['loss']:.4f}{self._score} "
+            f"groups {groups} {row['seconds']:.3f} s/round on {self.device}{end}"
+        )
+        self.stream.flush()

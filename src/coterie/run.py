@@ -1,0 +1,321 @@
+"""`fit`, the front door: rounds, evaluation, checkpoints, stopping."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from coterie import snapshot
+from coterie.algorithms.base import Algorithm, Report
+from coterie.cohort import Cohort
+from coterie.config import describe
+from coterie.evaluate import Scores, evaluate
+from coterie.executors import find_device, find_executor
+from coterie.federation import Array, Federation
+from coterie.key import Key
+from coterie.progress import Progress
+from coterie.record import Record, read_checkpoint
+from coterie.settings import validate
+from coterie.task import Data, Task
+from coterie.tree import Params, take
+
+EVALUATIONS = 100  # the most in one run, besides the last: evaluating need not cost more than training
+
+_START, _CLIENTS = 0, 1  # streams under the run's key
+
+log = logging.getLogger("coterie")
+
+
+class Diverged(ValueError):
+    """The loss stopped being a number. `run` holds the last good state."""
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `fit` returns.
+
+    Attributes:
+        algorithm: The method, with its hyperparameters.
+        state: All that it has learnt.
+        scores: Every client scored with its model, chosen on its training rows.
+        history: One dict per round: loss, score, labels changed, members per cluster, bytes, seconds.
+        path: The run folder, None if nothing was written.
+    """
+
+    algorithm: Algorithm
+    state: Any
+    scores: Scores
+    history: list[dict[str, Any]]
+    path: Path | None
+    _cohort: Cohort
+
+    @property
+    def models(self) -> list[Params]:
+        """One state dict per cluster; each loads into the task's module."""
+        stacked = self.algorithm.models(self.state)
+        return [{n: x.cpu() for n, x in take(stacked, j).items()} for j in range(len(next(iter(stacked.values()))))]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The cluster of every client."""
+        return self.scores.labels
+
+    @property
+    def accuracy(self) -> float:
+        """Mean accuracy over clients, each with the model of its cluster."""
+        if self.scores.metric != "accuracy":
+            raise AttributeError(f"this task has no accuracy; it is scored by {self.scores.metric}: see run.score")
+        return self.scores.mean
+
+    @property
+    def score(self) -> float:
+        """The mean over clients of the task's own score."""
+        return self.scores.mean
+
+    @property
+    def ari(self) -> float | None:
+        """Adjusted Rand index of the labels against the true groups; None where those are not known."""
+        return self.scores.clustering.get("ari")
+
+    def assign(self, x: Array, y: Array) -> int:
+        """The cluster of a client that was not there."""
+        return assign(self.algorithm, self.state, self._cohort.task, x, y)
+
+    def evaluate(self, choose_on: Literal["train", "test"] = "train") -> Scores:
+        """Score every client again, with its cluster chosen on its train or its test rows."""
+        return evaluate(self.algorithm, self.state, self._cohort, choose_on)
+
+
+def assign(algorithm: Algorithm, state: Any, task: Task, x: Array, y: Array) -> int:
+    """The cluster of one client with these rows."""
+    client = Federation.from_clients([(x, y)])
+    client.check(task)
+    device = next(iter(algorithm.models(state).values())).device
+    rows = Data(client.train.x, client.train.y, torch.ones(len(client.train.x)))
+    return algorithm.assign(state, task, Data(*(v.to(device) for v in rows)))
+
+
+def fit(
+    algorithm: Algorithm,
+    task: Task,
+    federation: Federation,
+    *,
+    rounds: int,
+    seed: int = 0,
+    executor: str = "vectorised",
+    device: str = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
+) -> Run:
+    """Train.
+
+    Args:
+        algorithm: The method and its hyperparameters.
+        task: What is learnt.
+        federation: From whom.
+        rounds: For how many rounds.
+        seed: Every random number follows from it; the same seed gives the same run.
+        executor: "vectorised" (many clients at once) or "sequential" (the reference).
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        out: The run folder to write; None writes nothing.
+        resume: Go on from the newest checkpoint in `out`.
+        callbacks: Each is called with every new row of the history.
+
+    Raises:
+        ValueError: The input is bad; says what was given, what is allowed and where.
+        Diverged: The loss is no longer finite.
+    """
+    validate(algorithm)
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"fit: rounds must be a whole number of at least 1, got {rounds!r}")
+    if resume and out is None:
+        raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
+    place = find_device(device)
+    make = find_executor(executor)
+    federation.check(task)
+    key = Key.of(seed)
+    cohort = make(federation, task, key.fold(_CLIENTS), place)
+    record = Record(out, _config(algorithm, task, federation, rounds, seed), resume=resume) if out else None
+    loop = _Loop(algorithm, cohort, key, rounds, record, [*callbacks, *_progress(algorithm, rounds, task, place)])
+    return loop.run(resume)
+
+
+class _Loop:
+    """The rounds of one run."""
+
+    def __init__(
+        self, algorithm: Algorithm, cohort: Cohort, key: Key, rounds: int, record: Record | None, callbacks: list[Any]
+    ) -> None:
+        self.algorithm, self.cohort, self.key = algorithm, cohort, key
+        self.rounds, self.record, self.callbacks = rounds, record, callbacks
+        self.every = math.ceil(rounds / EVALUATIONS)
+        self.history: list[dict[str, Any]] = []
+        self.state: Any = None
+
+    def run(self, resume: bool) -> Run:
+        if not (resume and self._restore()):
+            self.state = self.algorithm.start(self.cohort.task, self.cohort.at(0), self.key.fold(_START))
+        try:
+            for t in range(len(self.history), self.rounds):
+                if self.algorithm.done(self.state):
+                    break
+                self._round(t)
+        except KeyboardInterrupt:
+            self._checkpoint(force=True)
+            _say(_interrupted(len(self.history), self.rounds, self.record))
+            raise
+        return self._finish()
+
+    def _round(self, t: int) -> None:
+        begin = time.perf_counter()
+        before = self.cohort.ledger.bytes_down, self.cohort.ledger.bytes_up
+        if not self.history:
+            before = 0, 0  # what the start cost is charged to the first round
+        state, report = self.algorithm.round(self.state, self.cohort.at(t))
+        self._check_finite(t, state, report)
+        seconds = time.perf_counter() - begin
+        row = self._row(t, state, report, seconds)
+        row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
+        row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
+        self.state = state
+        self.history.append(row)
+        self._tell()
+        if self.record:
+            self.record.event("round", **row)
+            self._checkpoint()
+        for callback in self.callbacks:
+            callback(row)
+
+    def _row(self, t: int, state: Any, report: Report, seconds: float) -> dict[str, Any]:
+        old, new = self.algorithm.labels(self.state), self.algorithm.labels(state)
+        clusters = len(next(iter(self.algorithm.models(state).values())))
+        score = None
+        if (t + 1) % self.every == 0 or t + 1 == self.rounds:
+            score = evaluate(self.algorithm, state, self.cohort.at(t)).mean
+        return {
+            "round": t + 1,
+            "loss": float(report.loss.mean()),
+            self.cohort.task.metric: score,
+            "changed": int(((old != new) & (old >= 0)).sum()),
+            "members": torch.bincount(new[new >= 0], minlength=clusters).tolist(),
+            "participants": len(report.clients),
+            "seconds": seconds,
+        }
+
+    def _check_finite(self, t: int, state: Any, report: Report) -> None:
+        bad = {int(self.algorithm.labels(state)[i]) for i in report.clients[~torch.isfinite(report.loss).cpu()]}
+        for x in self.algorithm.models(state).values():
+            bad |= set((~torch.isfinite(x.flatten(1)).all(1)).nonzero().flatten().tolist())
+        if not bad:
+            return
+        self._checkpoint(force=True)
+        where = f" and in {self.record.path}" if self.record else ""
+        named = ", ".join(str(j) for j in sorted(bad)[:5])
+        last = self._result() if self.history else None
+        raise Diverged(
+            f"round {t + 1}: the loss of cluster {named} is no longer finite; a smaller lr usually helps. "
+            f"The state after round {t} is kept in the error's .run{where}",
+            last,
+        )
+
+    def _checkpoint(self, *, force: bool = False) -> None:
+        if self.record and self.state is not None:
+            ledger = self.cohort.ledger
+            content = {"state": self.state, "memory": ledger.memory, "chunks": ledger.chunks, "done": len(self.history)}
+            self.record.checkpoint(len(self.history), content, force=force)
+
+    def _restore(self) -> bool:
+        assert self.record is not None  # fit() has made sure
+        types = snapshot.named_tuples(sys.modules[type(self.algorithm).__module__])
+        content, warnings = read_checkpoint(self.record.path, types)
+        for warning in warnings:
+            log.warning(warning)
+        if content is None:
+            self.record.rewind(0)
+            return False
+        self.state = snapshot.to_device(content["state"], self.cohort.device)
+        self.cohort.ledger.memory = content["memory"]
+        self.cohort.ledger.chunks = content["chunks"]
+        self.history = self.record.rewind(content["done"])
+        return True
+
+    def _tell(self) -> None:
+        messages = self.cohort.ledger.messages
+        while messages:
+            log.info(message := messages.pop(0))
+            if self.record:
+                self.record.event("log", message=message)
+
+    def _result(self) -> Run:
+        scores = evaluate(self.algorithm, self.state, self.cohort.at(len(self.history)))
+        return Run(self.algorithm, self.state, scores, self.history, self.record and self.record.path, self.cohort)
+
+    def _finish(self) -> Run:
+        run = self._result()
+        if self.record:
+            self._checkpoint(force=True)
+            self.record.finish(self.algorithm.models(self.state), _summary(run))
+            self.record.event("end", rounds=len(self.history))
+        return run
+
+
+def _config(algorithm: Algorithm, task: Task, federation: Federation, rounds: int, seed: int) -> dict[str, Any]:
+    return {
+        "algorithm": describe(algorithm),
+        "task": task.spec or {"kind": "custom"},
+        "data": federation.source or {"name": "custom", "clients": len(federation)},
+        "run": {"rounds": rounds, "seed": seed},
+    }
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    names = run._cohort.federation.ids
+    return {
+        "metric": run.scores.metric,
+        "score": run.score,
+        "clusters": len(next(iter(run.algorithm.models(run.state).values()))),
+        **run.scores.clustering,
+        "per_cluster": {str(j): v for j, v in run.scores.per_cluster.items()},
+        "per_client": [None if math.isnan(v) else v for v in run.scores.per_client.tolist()],
+        "labels": run.labels.tolist(),
+        "ids": list(names) if names else None,
+        "groups": None if run.scores.groups is None else run.scores.groups.tolist(),
+        "seconds": sum(row["seconds"] for row in run.history),
+        "bytes_down": sum(row["bytes_down"] for row in run.history),
+        "bytes_up": sum(row["bytes_up"] for row in run.history),
+        "device": _device_name(run._cohort.device),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _progress(algorithm: Algorithm, rounds: int, task: Task, device: torch.device) -> list[Progress]:
+    if not sys.stderr.isatty():
+        return []
+    return [Progress(type(algorithm).__name__, rounds, task.metric, str(device))]
+
+
+def _interrupted(done: int, rounds: int, record: Record | None) -> str:
+    if record is None:
+        return f"\ninterrupted after round {done} of {rounds}; nothing was kept, because fit() was given no out folder"
+    return f"\ninterrupted after round {done} of {rounds}; go on with resume=True, or --resume, and the folder {record.path}"
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(message + "\n")

@@ -1,0 +1,86 @@
+"""Hyperparameters declare what they allow, so every message about them has one form."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Iterable
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def setting(default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field whose value, where it is a number, lies between `low` and `high`.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Knob:
+        ...     k: int = setting(low=1)
+        >>> validate(Knob(k=0))
+        Traceback (most recent call last):
+        ...
+        ValueError: Knob: k must be at least 1, got 0
+    """
+    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+
+
+def validate(config: Any) -> None:
+    """Check every field of a dataclass against its type and its declared range."""
+    owner, hints = type(config).__name__, get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value, hint = getattr(config, f.name), hints[f.name]
+        if not _fits(value, hint):
+            raise ValueError(f"{owner}: {f.name} must be {_describe(hint)}, got {value!r}")
+        low, high = f.metadata.get("low"), f.metadata.get("high")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value):
+            raise ValueError(f"{owner}: {f.name} must be finite, got {value}")
+        if low is not None and value < low:
+            raise ValueError(f"{owner}: {f.name} must be at least {low:g}, got {value:g}")
+        if high is not None and value > high:
+            raise ValueError(f"{owner}: {f.name} must be at most {high:g}, got {value:g}")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """A hint that ends an error message: the known name most like the one given."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass of hyperparameters as a dict for TOML or JSON; fields at None are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {n: v for n, v in plain.items() if v is not None}
+    if isinstance(value, tuple | list):
+        return [to_plain(v) for v in value]
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, h) for h in get_args(hint))
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_fits(v, get_args(hint)[0]) for v in value)
+    return isinstance(value, origin or hint) if isinstance(origin or hint, type) else True
+
+
+def _describe(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return " or ".join(repr(v) for v in get_args(hint))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(h) for h in get_args(hint))
+    names = {int: "a whole number", float: "a number", str: "a word", type(None): "None", bool: "true or false"}
+    return names.get(hint, "a list of words" if origin is tuple else getattr(hint, "__name__", str(hint)))

@@ -1,0 +1,99 @@
+"""A state as one safetensors file, whole or not at all. Nothing here reads or writes pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Damaged(ValueError):
+    """A file that should hold a snapshot does not."""
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Write to a temporary name beside `path`, then rename: a reader sees the old file or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        with part.open("rb") as f:
+            os.fsync(f.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with atomic(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def save(path: Path, tree: Any) -> None:
+    """Save a tree of dicts, tuples, NamedTuples, tensors and plain values."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    plain = _pack(tree, "", tensors)
+    with atomic(path) as part:
+        save_file(tensors, part, metadata={"tree": json.dumps(plain)})
+
+
+def load(path: Path, types: dict[str, type]) -> Any:
+    """Load what `save` saved. Only NamedTuples listed in `types` are built.
+
+    Raises:
+        Damaged: The file is cut short or is no snapshot.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as f:
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - it is no dict
+            plain = json.loads((f.metadata() or {})["tree"])
+        return _unpack(plain, tensors, types)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise Damaged(f"{path.name} is damaged ({error})") from error
+
+
+def named_tuples(module: Any) -> dict[str, type]:
+    """The NamedTuples that a module defines: what its algorithm's states are made of."""
+    return {n: t for n, t in vars(module).items() if isinstance(t, type) and hasattr(t, "_fields")}
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"dict": [[k, _pack(v, f"{name}/{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, tuple | list):
+        kind = {"named": type(value).__name__} if hasattr(value, "_fields") else {}
+        return {"tuple": [_pack(v, f"{name}/{i}", tensors) for i, v in enumerate(value)], **kind}
+    return {"value": value}
+
+
+def _unpack(plain: Any, tensors: dict[str, Tensor], types: dict[str, type]) -> Any:
+    if "tensor" in plain:
+        return tensors[plain["tensor"]]
+    if "dict" in plain:
+        return {k: _unpack(v, tensors, types) for k, v in plain["dict"]}
+    if "tuple" in plain:
+        parts = [_unpack(v, tensors, types) for v in plain["tuple"]]
+        return types[plain["named"]](*parts) if "named" in plain else tuple(parts)
+    return plain["value"]
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Floating-point tensors of a tree on a device; labels and counts stay on the CPU, where the server works."""
+    from coterie.tree import tree_map
+
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

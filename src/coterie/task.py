@@ -1,0 +1,189 @@
+"""A task: how a model starts, what it loses on a row, how it scores. Classifiers and regressors differ only here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from coterie.key import Key
+from coterie.tree import Params
+
+
+class Data(NamedTuple):
+    """Rows of one client (n, …), or of many (c, n, …)."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor  # 1 for a real row, 0 for padding
+
+
+@dataclass(frozen=True)
+class Task:
+    """Three pure functions, and the name of the score.
+
+    Attributes:
+        init: `init(key) -> Params`, a freshly drawn model.
+        loss: `loss(params, data) -> (n,)`, one value per row.
+        score: `score(params, data) -> (n,)`, what an analyst would look at, one value per row.
+        metric: What the mean of `score` is called: "accuracy", "mse".
+        spec: A plain description from which the command line can build the task again; empty for a user's module.
+
+    Example:
+        >>> task = Task.classifier(nn.Linear(4, 3))
+        >>> theta = task.init(Key.of(0))
+        >>> rows = Data(torch.zeros(5, 4), torch.zeros(5, dtype=torch.long), torch.ones(5))
+        >>> task.loss(theta, rows).shape
+        torch.Size([5])
+    """
+
+    init: Callable[[Key], Params]
+    loss: Callable[[Params, Data], Tensor]
+    score: Callable[[Params, Data], Tensor]
+    metric: str
+    check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def classifier(cls, module: nn.Module) -> Task:
+        """Cross-entropy and accuracy for a module that returns one logit per class."""
+        return cls.from_module(
+            module,
+            loss=lambda out, y: F.cross_entropy(out, y, reduction="none"),
+            score=lambda out, y: (out.argmax(-1) == y).float(),
+            metric="accuracy",
+            check=_check_labels,
+            spec={"kind": "classifier", **_spec(module)},
+        )
+
+    @classmethod
+    def regressor(cls, module: nn.Module) -> Task:
+        """Squared loss (y - f(x))², summed over the outputs; the score is the mean squared error."""
+
+        def squared(out: Tensor, y: Tensor) -> Tensor:
+            return (out.reshape(y.shape) - y).square().flatten(1).sum(1) if y.dim() > 1 else (out[..., 0] - y).square()
+
+        return cls.from_module(
+            module,
+            loss=squared,
+            score=squared,
+            metric="mse",
+            check=_check_targets,
+            spec={"kind": "regressor", **_spec(module)},
+        )
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module | Callable[[], nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        score: Callable[[Tensor, Tensor], Tensor],
+        metric: str,
+        check: Callable[[Tensor, Tensor], str | None] = lambda out, y: None,
+        spec: dict[str, Any] | None = None,
+    ) -> Task:
+        """A task from any `nn.Module`.
+
+        Args:
+            module: A module whose layers have `reset_parameters` (all of torch's do), or a function that builds one.
+            loss: `loss(output, y) -> (n,)`.
+            score: `score(output, y) -> (n,)`.
+            metric: The name of the mean score.
+            check: Looks at an output and the targets; returns what is wrong with them, or None.
+            spec: A plain description, for the run folder.
+
+        Raises:
+            ValueError: The module holds state that is not a parameter (BatchNorm), or draws random numbers (Dropout),
+                or has a layer that cannot be drawn anew.
+        """
+        build = _builder(module)
+        skeleton = build().to("meta")
+        _refuse(skeleton)
+
+        def init(key: Key) -> Params:
+            with torch.random.fork_rng(devices=[]):  # torch's layers draw from the global generator only
+                torch.manual_seed(key.seed())
+                return {name: p.detach().clone() for name, p in build().named_parameters()}
+
+        def forward(params: Params, data: Data) -> Tensor:
+            return functional_call(skeleton, params, (data.x,))
+
+        def verify(rows: Data) -> str | None:
+            try:
+                out = skeleton(rows.x.to("meta"))
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                return f"{_name(skeleton)} does not take rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
+            return check(out, rows.y)
+
+        return cls(
+            init=init,
+            loss=lambda params, data: loss(forward(params, data), data.y),
+            score=lambda params, data: score(forward(params, data), data.y),
+            metric=metric,
+            check=verify,
+            spec=spec or {},
+        )
+
+
+def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A function that returns the module with freshly drawn parameters."""
+    if not isinstance(module, nn.Module):
+        return module
+    for name, layer in module.named_modules():
+        if list(layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters"):
+            raise ValueError(
+                f"Task: layer '{name or _name(layer)}' has parameters but no reset_parameters(), so it cannot be drawn "
+                "anew; pass a function that builds the module instead"
+            )
+
+    def build() -> nn.Module:
+        fresh = copy.deepcopy(module)
+        for layer in fresh.modules():
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+        return fresh
+
+    return build
+
+
+def _refuse(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        where = f"Task: layer '{name}' ({_name(layer)})" if name else f"Task: {_name(layer)}"
+        if list(layer.buffers(recurse=False)):
+            raise ValueError(
+                f"{where} keeps buffers, which are not parameters and would never be averaged; "
+                "use GroupNorm or LayerNorm in place of BatchNorm"
+            )
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            raise ValueError(f"{where} draws random numbers inside the model; set p=0 or remove it")
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _spec(module: nn.Module) -> dict[str, Any]:
+    return {"model": module.spec} if hasattr(module, "spec") else {}
+
+
+def _check_labels(out: Tensor, y: Tensor) -> str | None:
+    if y.is_floating_point() or y.dim() != 1:
+        return f"labels must be whole numbers, one per row, got {y.dtype} of shape {tuple(y.shape)}"
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= out.shape[-1]:
+        return f"labels run from {low} to {high}, but the model has classes 0 to {out.shape[-1] - 1}"
+    return None
+
+
+def _check_targets(out: Tensor, y: Tensor) -> str | None:
+    if not y.is_floating_point():
+        return f"targets of a regression must be floating point, got {y.dtype}"
+    if out[:, 0].shape != y.shape and out.shape != y.shape:
+        return f"the model gives outputs of shape {tuple(out.shape[1:])}, the targets have {tuple(y.shape[1:])}"
+    return None

@@ -1,0 +1,30 @@
+import logging
+
+import pytest
+import torch
+
+import coterie as ct
+from coterie.federation import Federation
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.getLogger("coterie").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session")
+def task():
+    return ct.Task.classifier(ct.models.MLP(64, 16, 10))
+
+
+@pytest.fixture(scope="session")
+def ragged():
+    """Twelve clients of very unequal size in three well separated groups."""
+    g = torch.Generator().manual_seed(0)
+    centres = 3 * torch.randn(3, 10, 64, generator=g)
+    clients, tests = [], []
+    for i in range(12):
+        for part, n in ((clients, 5 + 7 * i), (tests, 8)):
+            y = torch.randint(10, (n,), generator=g)
+            part.append((centres[i % 3][y] + 0.3 * torch.randn(n, 64, generator=g), y))
+    return Federation.from_clients(clients, tests, groups=[i % 3 for i in range(12)])

@@ -1,0 +1,185 @@
+"""The conformance suite: every algorithm of the package, found by walking it, on every executor."""
+
+import dataclasses
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import coterie as ct
+from coterie.algorithms import ALGORITHMS
+from coterie.client import ClientStep
+from coterie.config import build_algorithm, describe
+from coterie.executors import EXECUTORS
+from coterie.key import Key
+from coterie.tree import flat, leaves, tree_map
+
+SETTINGS = {"k": 3}  # what algorithms without a default are given
+
+VARIANTS = {
+    "plain": {},
+    "minibatch": {"batch": 4, "tau": 5},
+    "half": {"fraction": 0.5},
+    "sized": {"weights": "size", "decay": 0.9},
+    "prox": {"prox": 0.1},
+    "gradient": {"average": "gradient", "lr": 0.05},
+    "gradient_all": {"average": "gradient", "normalise": "all", "batch": 4},
+    "restarts": {"restarts": 2, "init": "random"},
+    "shared": {"shared": ("layers.0.weight", "layers.0.bias")},
+    "patient": {"patience": 1, "recheck": 2},
+    "resampled": {"resample": 2},
+    "balanced": {"init": "balanced"},
+    "random_groups": {"init": "random_groups"},
+    "revived": {"revive": 1, "init": "random"},
+}
+
+
+def make(name, **settings):
+    fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
+    return ALGORITHMS[name](**{n: v for n, v in {**SETTINGS, **settings}.items() if n in fields})
+
+
+def cases():
+    for name, cls in ALGORITHMS.items():
+        fields = {f.name for f in dataclasses.fields(cls)}
+        for variant, settings in VARIANTS.items():
+            if settings.keys() <= fields:
+                yield pytest.param(make(name, **settings), id=f"{name}-{variant}")
+
+
+every_case = pytest.mark.parametrize("algorithm", list(cases()))
+every_algorithm = pytest.mark.parametrize("name", list(ALGORITHMS))
+every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+
+
+def cohort_of(federation, task, executor="sequential", seed=0):
+    return EXECUTORS[executor](federation, task, Key.of(seed).fold(1), torch.device("cpu"))
+
+
+def rounds_of(algorithm, cohort, rounds, seed=0):
+    state = algorithm.start(cohort.task, cohort.at(0), Key.of(seed))
+    for t in range(rounds):
+        state, report = algorithm.round(state, cohort.at(t))
+    return state, report
+
+
+def assert_same(a, b, tolerance=0.0):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        assert x.shape == y.shape
+        if x.is_floating_point():
+            assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (x - y).abs().max()
+        else:
+            assert torch.equal(x, y)
+
+
+@every_case
+def test_executors_agree(algorithm, task, ragged):
+    states = [rounds_of(algorithm, cohort_of(ragged, task, name), 3)[0] for name in EXECUTORS]
+    for other in states[1:]:
+        assert_same(states[0], other, 1e-5)
+
+
+@every_case
+def test_same_key_same_result(algorithm, task, ragged):
+    one, two = (rounds_of(algorithm, cohort_of(ragged, task, "vectorised"), 2)[0] for _ in range(2))
+    assert_same(one, two)
+
+
+@every_case
+def test_round_leaves_its_input_alone(algorithm, task, ragged):
+    cohort = cohort_of(ragged, task, "vectorised")
+    state, _ = rounds_of(algorithm, cohort, 2)
+    copy = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+    algorithm.round(state, cohort.at(2))
+    assert_same(state, copy)
+
+
+@every_case
+def test_hyperparameters_survive_json(algorithm):
+    assert build_algorithm(json.loads(json.dumps(describe(algorithm)))) == algorithm
+
+
+@every_algorithm
+@every_executor
+def test_stop_and_resume(name, executor, task, ragged, tmp_path):
+    algorithm = make(name, batch=4, fraction=0.5)
+    whole = ct.fit(algorithm, task, ragged, rounds=6, seed=3, executor=executor, out=tmp_path / "whole")
+    ct.fit(algorithm, task, ragged, rounds=3, seed=3, executor=executor, out=tmp_path / "parts")
+    parts = ct.fit(algorithm, task, ragged, rounds=6, seed=3, executor=executor, out=tmp_path / "parts", resume=True)
+    assert_same(whole.state, parts.state)
+    assert [r["loss"] for r in whole.history] == [r["loss"] for r in parts.history]
+
+
+@every_algorithm
+def test_renumbering_clients_renumbers_labels(name, task, ragged):
+    ragged = dataclasses.replace(ragged, ids=tuple(f"site-{i}" for i in range(len(ragged))))
+    order = torch.randperm(len(ragged), generator=torch.Generator().manual_seed(5))
+    algorithm = make(name, batch=4, fraction=0.5)
+    plain = ct.fit(algorithm, task, ragged, rounds=4)
+    moved = ct.fit(algorithm, task, ragged.select(order), rounds=4)
+    a, b = plain.labels[order.numpy()], moved.labels
+    assert len(set(zip(a.tolist(), b.tolist(), strict=True))) == len(set(a)) == len(set(b))
+    assert np.allclose(plain.scores.per_client[order.numpy()], moved.scores.per_client)
+
+
+@every_algorithm
+def test_one_cluster_is_fedavg(name, task, ragged):
+    fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
+    if "k" not in fields:
+        return
+    single = make(name, k=1, init="random")
+    one = rounds_of(single, cohort_of(ragged, task), 3)[0]
+    two = rounds_of(ct.FedAvg(), cohort_of(ragged, task), 3)[0]
+    like = ct.FedAvg().models(two)
+    # restarts fold their number into the key, so both start from the key of restart 0
+    start = single.start(task, cohort_of(ragged, task).at(0), Key.of(0))
+    two = rounds_from(ct.FedAvg(), two._replace(theta=single.models(start), round=0), cohort_of(ragged, task), 3)
+    assert_same(flat({n: single.models(one)[n] for n in like}), flat(ct.FedAvg().models(two)), 1e-6)
+
+
+def rounds_from(algorithm, state, cohort, rounds):
+    for t in range(rounds):
+        state, _ = algorithm.round(state, cohort.at(t))
+    return state
+
+
+@every_algorithm
+def test_an_empty_cluster_keeps_its_model(name, task, ragged):
+    """A federation of two clients cannot fill three clusters, so a model must come through untouched."""
+    algorithm = make(name, k=3, fraction=0.2)
+    cohort = cohort_of(ragged, task, "vectorised")
+    state = algorithm.start(task, cohort.at(0), Key.of(0))
+    after, report = algorithm.round(state, cohort.at(0))
+    chosen = set(algorithm.labels(after)[report.clients].tolist())
+    before, now = algorithm.models(state), algorithm.models(after)
+    for j in range(len(flat(before))):
+        if j not in chosen:
+            assert torch.equal(flat(before)[j], flat(now)[j])
+
+
+@every_algorithm
+def test_assign_of_a_training_client_is_its_label(name, task, ragged):
+    run = ct.fit(make(name), task, ragged, rounds=40)
+    for i in range(len(ragged)):
+        assert run.assign(*ragged.train.client(i)) == run.labels[i]
+
+
+@every_algorithm
+def test_every_step_traces_under_vmap(name, task, ragged):
+    """Over all variants, the vectorised executor has run every step that the algorithm defines."""
+    steps = {
+        method.__qualname__
+        for method in vars(ALGORITHMS[name]).values()
+        if inspect.isfunction(method) and method.__annotations__.get("return") == ClientStep.__name__
+    }
+    ran = set()
+    for case in cases():
+        algorithm = case.values[0]
+        if type(algorithm) is ALGORITHMS[name]:
+            cohort = cohort_of(ragged, task, "vectorised")
+            state, _ = rounds_of(algorithm, cohort, 4)
+            algorithm.place(state, cohort)
+            ran |= {label.split(" on ")[0] for label in cohort.ledger.chunks}
+    assert steps and steps <= ran
