@@ -14,9 +14,10 @@ from coterie.client import ClientStep
 from coterie.config import build_algorithm, describe
 from coterie.executors import EXECUTORS
 from coterie.key import Key
+from coterie.task import Data
 from coterie.tree import flat, leaves, tree_map
 
-SETTINGS = {"k": 3}  # what algorithms without a default are given
+SETTINGS = {"k": 3, "tau": 3}  # a k where one is needed, and little to do
 
 VARIANTS = {
     "plain": {},
@@ -131,18 +132,12 @@ def test_one_cluster_is_fedavg(name, task, ragged):
         return
     single = make(name, k=1, init="random")
     one = rounds_of(single, cohort_of(ragged, task), 3)[0]
-    two = rounds_of(ct.FedAvg(), cohort_of(ragged, task), 3)[0]
-    like = ct.FedAvg().models(two)
-    # restarts fold their number into the key, so both start from the key of restart 0
-    start = single.start(task, cohort_of(ragged, task).at(0), Key.of(0))
-    two = rounds_from(ct.FedAvg(), two._replace(theta=single.models(start), round=0), cohort_of(ragged, task), 3)
-    assert_same(flat({n: single.models(one)[n] for n in like}), flat(ct.FedAvg().models(two)), 1e-6)
-
-
-def rounds_from(algorithm, state, cohort, rounds):
-    for t in range(rounds):
-        state, _ = algorithm.round(state, cohort.at(t))
-    return state
+    fedavg, cohort = make("fedavg"), cohort_of(ragged, task)
+    begin = single.models(single.start(task, cohort.at(0), Key.of(0)))
+    two = fedavg.start(task, cohort.at(0), Key.of(0))._replace(theta=begin)
+    for t in range(3):
+        two, _ = fedavg.round(two, cohort.at(t))
+    assert_same(single.models(one), fedavg.models(two), 1e-6)
 
 
 @every_algorithm
@@ -161,9 +156,15 @@ def test_an_empty_cluster_keeps_its_model(name, task, ragged):
 
 @every_algorithm
 def test_assign_of_a_training_client_is_its_label(name, task, ragged):
-    run = ct.fit(make(name), task, ragged, rounds=40)
+    run = ct.fit(make(name), task, ragged, rounds=8)
     for i in range(len(ragged)):
-        assert run.assign(*ragged.train.client(i)) == run.labels[i]
+        x, y = ragged.train.client(i)
+        assigned, label = run.assign(x, y), run.labels[i]
+        if len(run.models) == len(ragged):  # no groups: a neighbour's model may serve a client better than its own
+            loss = [float(task.loss(run.models[j], Data(x, y, torch.ones(len(x)))).mean()) for j in (assigned, label)]
+            assert loss[0] <= loss[1] + 1e-6
+        else:
+            assert assigned == label
 
 
 @every_algorithm

@@ -113,6 +113,11 @@ class Cohort(ABC):
         order = self.key.fold(_SAMPLE, *self.when).shuffle(self.numbers)
         return self.only(order[: max(1, round(fraction * len(self)))].sort().values)
 
+    def uncharged(self) -> Self:
+        """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
+        ledger = self.ledger
+        return self._but(ledger=Ledger(memory=ledger.memory, chunks=ledger.chunks, messages=ledger.messages))
+
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the weighted updates up by slot.
 

@@ -11,7 +11,7 @@ import torch
 from coterie import metrics
 from coterie.algorithms.base import Algorithm
 from coterie.client import ClientStep, Local, Reply, mean_loss
-from coterie.cohort import Cohort, Ledger
+from coterie.cohort import Cohort
 from coterie.task import Task
 from coterie.tree import Params
 
@@ -88,7 +88,7 @@ def evaluate(
     """
     if choose_on not in ("train", "test"):
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
-    aside = cohort._but(ledger=Ledger(memory=cohort.ledger.memory, chunks=cohort.ledger.chunks))
+    aside = cohort.uncharged()
     labels = algorithm.place(state, aside.on(choose_on))
     note = aside.on("test").gather(Scorer().score, algorithm.models(state), rows=labels).note
     groups = cohort.federation.groups

@@ -27,7 +27,8 @@ class State(NamedTuple):
 class LocalOnly(LocalTraining, Algorithm):
     """Gradient descent on each client's own rows, with no averaging.
 
-    It is a yardstick and no federation: the state holds the m models only so that they are scored as all others are.
+    It is a yardstick and no federation: the state holds the m models only so that they are scored as all others are,
+    and nothing is charged for moving them.
 
     Example:
         >>> import coterie as ct
@@ -47,7 +48,7 @@ class LocalOnly(LocalTraining, Algorithm):
         """Every client goes on from its own model."""
         chosen = cohort.sample(self.fraction)
         lr = self.step_size(state.round).expand(cohort.population)
-        reply = chosen.gather(self.step, {"theta": state.theta, "lr": lr}, rows=chosen.clients)
+        reply = chosen.uncharged().gather(self.step, {"theta": state.theta, "lr": lr}, rows=chosen.clients)
         theta = reply.update
         if len(chosen) < len(cohort):
             theta = tree_map(lambda old, new: old.to(new).index_copy(0, _on(chosen.clients, new), new), state.theta, theta)

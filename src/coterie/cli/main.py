@@ -1,0 +1,153 @@
+"""The command line. It starts runs, and for everything else reads run folders."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coterie.cli import demo as demo_module
+from coterie.cli import show as display
+
+app = typer.Typer(
+    help="Find the hidden groups of a federation's clients and train one model per group.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the runs, summary.json and the picture.")] = Path("demo"),
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Find four hidden groups among 80 clients, and compare one model per group with one for all and one each."""
+    rows = demo_module.run(out, device)
+    display.emit(rows, as_json, lambda: display.demo(rows, out))
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="A TOML file with [algorithm], [task], [data] and [run].")],
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Change a value: algorithm.k=3. Repeatable.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    executor: Annotated[str | None, typer.Option(help="vectorised or sequential.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; default runs/CONFIG.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in the folder.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train what a configuration describes."""
+    from coterie.config import build
+    from coterie.run import fit
+
+    tables = _read_toml(config)
+    for assignment in sets or []:
+        _set(tables, assignment)
+    where = out or Path("runs") / config.stem
+    built = build(tables)
+    if overwrite and not resume:
+        _remove_run(where)
+    options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
+    fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
+    display.emit(display.summary(where), as_json, lambda: display.show(where))
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="A run folder.")], as_json: Json = False) -> None:
+    """What a run found: its clusters, its scores, its last rounds."""
+    display.emit(display.summary(run), as_json, lambda: display.show(run))
+
+
+@app.command()
+def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders.")], as_json: Json = False) -> None:
+    """Several runs side by side."""
+    display.emit([display.summary(r, brief=True) for r in runs], as_json, lambda: display.compare(runs))
+
+
+@app.command()
+def assign(
+    run: Annotated[Path, typer.Argument(help="A finished run folder.")],
+    data: Annotated[Path, typer.Argument(help=".npz with x, y and optionally client; or .csv with a header.")],
+    as_json: Json = False,
+) -> None:
+    """Find the cluster of clients that were not there."""
+    from coterie.cli.assign import assign_file
+
+    found = assign_file(run, data)
+    display.emit(found, as_json, lambda: display.assigned(found))
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="An experiment: see `coterie list`.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small version that shows that it runs.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Run the experiment behind a table or figure of a paper, beside the paper's numbers."""
+    from coterie.reproduce import reproduce as run_experiment
+
+    result = run_experiment(name, quick=quick, out=out, device=device)
+    display.emit(result, as_json, lambda: display.experiment(result))
+
+
+@app.command(name="list")
+def list_all(as_json: Json = False) -> None:
+    """Methods, data sets, models and experiments that there are."""
+    found = display.inventory()
+    display.emit(found, as_json, lambda: display.inventory_tables(found))
+
+
+def main() -> None:
+    """Run the command line; bad input ends with one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError) as error:
+        sys.stderr.write(f"coterie: {error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _set(tables: dict[str, Any], assignment: str) -> None:
+    """Apply one `table.key=value`; a value that is no TOML is taken as a word."""
+    name, sign, text = assignment.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not (sign and dot and key):
+        raise ValueError(f"--set takes table.key=value, such as algorithm.k=3, got {assignment!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    tables.setdefault(table, {})[key] = value
+
+
+def _remove_run(path: Path) -> None:
+    if path.exists():
+        if not (path / "config.toml").is_file():
+            raise ValueError(f"{path} is not a run folder, so --overwrite leaves it alone")
+        shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What the command line prints, all of it read from run folders."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coterie.record import read_config, read_history, read_result
+
+console = Console()
+
+
+def emit(content: Any, as_json: bool, draw: Callable[[], None]) -> None:
+    """Print JSON for scripts, or draw for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+    else:
+        draw()
+
+
+def summary(path: Path, brief: bool = False) -> dict[str, Any]:
+    """A finished run: its configuration and its result; `brief` leaves out what has one value per client."""
+    result = read_result(path)
+    if brief:
+        result = {n: v for n, v in result.items() if n not in ("per_client", "labels", "ids", "groups")}
+    return {"run": str(path), "rounds": len(read_history(path)), "config": read_config(path), "result": result}
+
+
+def show(path: Path) -> None:
+    """The run and its clusters."""
+    info = summary(path)
+    result, config = info["result"], info["config"]
+    console.print(_run_line(info))
+    table = _table("cluster", ">clients", f">{result['metric']}", "true groups")
+    for j, score in result["per_cluster"].items():
+        members = [i for i, label in enumerate(result["labels"]) if label == int(j)]
+        true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
+        table.add_row(j, str(len(members)), f"{score:.4f}", ", ".join(f"{g} ({n})" for g, n in true))
+        if table.row_count == 40:
+            console.print(f"(the first 40 of {len(result['per_cluster'])} clusters)")
+            break
+    console.print(table)
+    history = read_history(path)
+    metric = result["metric"]
+    rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
+    step = max(1, len(history) // 8)
+    for row in sorted({*range(step - 1, len(history), step), len(history) - 1}):
+        r = history[row]
+        score = "" if r.get(metric) is None else f"{r[metric]:.4f}"
+        members = ", ".join(str(n) for n in r["members"][:8]) + (" …" if len(r["members"]) > 8 else "")
+        sizes = (_bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
+        rounds.add_row(str(r["round"]), f"{r['loss']:.4f}", score, str(r["changed"]), members, *sizes, f"{r['seconds']:.3f}")
+    console.print(rounds)
+    console.print(f"settings: {config['algorithm']}", style="dim")
+
+
+def compare(paths: list[Path]) -> None:
+    """Several runs, one row each."""
+    table = _table("run", "method", ">score", ">ari", ">clusters", ">rounds", ">down", ">up", ">seconds")
+    for path in paths:
+        info = summary(path, brief=True)
+        r = info["result"]
+        table.add_row(
+            str(path), info["config"]["algorithm"]["name"], f"{r['metric']} {r['score']:.4f}", _number(r.get("ari")),
+            str(r["clusters"]), str(info["rounds"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]), f"{r['seconds']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def demo(rows: list[dict[str, Any]], out: Path) -> None:
+    """The demo's table and where its picture is."""
+    names = {"global": "one model for all (FedAvg)", "local": "one model each", "ifca": "one model per group (IFCA)"}
+    table = _table("80 clients, 4 hidden groups", ">accuracy", ">groups found (ARI)", ">sent down", ">sent up", ">seconds")
+    for r in rows:
+        cells = (f"{r['accuracy']:.3f}", _number(r["ari"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
+        table.add_row(names[r["method"]], *cells, f"{r['seconds']:.1f}", style="bold" if r["method"] == "ifca" else None)
+    console.print(table)
+    console.print(f"picture: {out / 'demo.png'}   runs: coterie show {out / 'ifca'}")
+
+
+def assigned(found: list[dict[str, Any]]) -> None:
+    """Clients and their clusters."""
+    table = _table("client", ">rows", ">cluster")
+    for row in found:
+        table.add_row(row["client"], str(row["rows"]), str(row["cluster"]))
+    console.print(table)
+
+
+def experiment(result: dict[str, Any]) -> None:
+    """An experiment's rows beside the paper's."""
+    console.print(f"[bold]{result['name']}[/bold]  {result['title']}")
+    rows = result["rows"]
+    table = _table(*[n if isinstance(rows[0][n], str) else f">{n}" for n in rows[0]])
+    for row in rows:
+        table.add_row(*[_number(v) if isinstance(v, float) or v is None else str(v) for v in row.values()])
+    console.print(table)
+    console.print(f"{result['seconds']:.0f} s on {result['device']}, commit {result['commit']}; written to {result['path']}")
+
+
+def inventory() -> dict[str, dict[str, str]]:
+    """Everything that can be named in a configuration or on the command line, with a line on each."""
+    from coterie.algorithms import ALGORITHMS
+    from coterie.algorithms.starts import STARTS
+    from coterie.data import CHANGES, DATASETS
+    from coterie.models import MODELS
+    from coterie.reproduce import experiments
+
+    def lines(register: dict[str, Any]) -> dict[str, str]:
+        return {name: (thing.__doc__ or "").strip().splitlines()[0] for name, thing in register.items()}
+
+    return {
+        "methods": lines(ALGORITHMS),
+        "starts": lines(STARTS),
+        "data sets": lines(DATASETS),
+        "changes": lines(CHANGES),
+        "models": lines(MODELS),
+        "experiments": {name: e["title"] for name, e in experiments().items()},
+    }
+
+
+def inventory_tables(found: dict[str, dict[str, str]]) -> None:
+    """The inventory, a table each."""
+    for kind, entries in found.items():
+        table = _table(kind, "")
+        for name, line in entries.items():
+            table.add_row(name, line)
+        console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=name == "run")
+    return table
+
+
+def _run_line(info: dict[str, Any]) -> str:
+    r, config = info["result"], info["config"]
+    parts = [
+        f"[bold]{config['algorithm']['name']}[/bold] on {config['data']['name']}",
+        f"{len(r['labels'])} clients, {info['rounds']} rounds, {r['seconds']:.1f} s on {r['device']}",
+        f"[bold]{r['metric']} {r['score']:.4f}[/bold]",
+    ]
+    if "ari" in r:
+        parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
+    return "\n".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"

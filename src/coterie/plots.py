@@ -1,0 +1,77 @@
+"""Pictures of runs, drawn from run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.federation import Federation
+from coterie.record import read_history, read_result
+from coterie.snapshot import atomic
+
+COLOURS = ("#1b6ca8", "#d1495b", "#edae49", "#3f8f5f", "#7a5195", "#5c4d3c", "#2f9e9e", "#9a9a9a")
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty figure that no window system knows of."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def tidy(axes: Any) -> None:
+    """Take away what carries no information."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def save(fig: Any, path: Path) -> None:
+    """Write a PNG whole or not at all."""
+    with atomic(path) as part:
+        fig.savefig(part, format="png")
+
+
+def curves(axes: Any, runs: dict[str, Path]) -> None:
+    """The score of every run over its rounds."""
+    for (name, path), colour in zip(runs.items(), COLOURS, strict=False):
+        metric = read_result(path)["metric"]
+        rows = [row for row in read_history(path) if row.get(metric) is not None]
+        rounds, score = [r["round"] for r in rows], [r[metric] for r in rows]
+        axes.plot(rounds, score, color=colour, lw=2)
+        axes.annotate(f" {name} {score[-1]:.3f}", (rounds[-1], score[-1]), color=colour, va="center", fontsize=9)
+        axes.set_ylabel(f"mean {metric} over clients")
+    axes.set_xlabel("round")
+    axes.margins(x=0)
+    tidy(axes)
+
+
+def groups(fig: Any, run: Path, federation: Federation, samples: int = 12) -> None:
+    """One row per group that a run found: images from its clients, and how many it has."""
+    result = read_result(run)
+    labels = np.array(result["labels"])
+    found = np.unique(labels)
+    grid = fig.subplots(len(found), samples, squeeze=False)
+    for row, j in zip(grid, found, strict=True):
+        clients = np.flatnonzero(labels == j)
+        score = result["per_cluster"][str(int(j))]
+        row[0].set_title(f"group {j}: {len(clients)} clients, {result['metric']} {score:.3f}", loc="left", fontsize=9)
+        for n, axes in enumerate(row):
+            image = federation.train.client(int(clients[n % len(clients)]))[0][n // len(clients)]
+            axes.imshow(image.squeeze(), cmap="gray_r")
+            axes.set_xticks([])
+            axes.set_yticks([])
+
+
+def demo(path: Path, runs: dict[str, Path], clustered: str, federation: Federation) -> None:
+    """The demo's picture: what the groups look like, and what they are worth."""
+    fig = figure(11, 4.2)
+    left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
+    groups(left, runs[clustered], federation)
+    left.suptitle("Groups found without looking at the data", fontsize=11)
+    axes = right.subplots()
+    curves(axes, runs)
+    axes.set_title("One model per group, for all, or each", fontsize=11)
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.28)  # room for the names
+    save(fig, path)

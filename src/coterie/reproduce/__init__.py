@@ -1,0 +1,88 @@
+"""Experiments of the papers: one TOML each, run by name, with the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from coterie.reproduce import contraction, success, table
+from coterie.settings import nearest_name
+from coterie.snapshot import write_text
+
+KINDS = {"table": table, "success": success, "contraction": contraction}
+
+
+def folder() -> Path:
+    """Where the experiments' TOML files are: in the checkout, or installed with the package."""
+    package = Path(__file__).resolve().parent.parent
+    checkout = package.parent.parent / "experiments"
+    return checkout if checkout.is_dir() else package / "_experiments"
+
+
+def experiments() -> dict[str, dict[str, Any]]:
+    """Every experiment by name."""
+    return {p.stem: tomllib.loads(p.read_text(encoding="utf-8")) for p in sorted(folder().glob("*.toml"))}
+
+
+def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device: str = "auto") -> dict[str, Any]:
+    """Run an experiment, and write NAME.json and NAME.png.
+
+    Args:
+        name: The experiment.
+        quick: Take the small version of the TOML's [quick] table.
+        out: Folder for the result; `experiments/results` for a full run, `runs/quick` for a quick one.
+        device: "auto", "cpu" or "cuda".
+    """
+    known = experiments()
+    if name not in known:
+        raise ValueError(f"there is no experiment '{name}'{nearest_name(name, known)}")
+    spec = {**known[name], **(known[name].get("quick", {}) if quick else {})}
+    kind = KINDS[spec["kind"]]
+    begin = time.monotonic()
+    content = kind.run(spec, device)
+    where = out or (Path("runs/quick") if quick else folder() / "results")
+    result = {
+        "name": name + (" (quick)" if quick else ""),
+        "title": spec["title"],
+        "commit": _commit(),
+        "device": _device(device),
+        "seconds": time.monotonic() - begin,
+        **content,
+        "path": str(where / f"{name}.json"),
+    }
+    write_text(where / f"{name}.json", json.dumps({k: v for k, v in result.items() if k != "path"}, indent=1) + "\n")
+    draw(name, where)
+    return result
+
+
+def draw(name: str, where: Path) -> None:
+    """Draw NAME.png from NAME.json; without matplotlib there is only the JSON."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return
+    result = json.loads((where / f"{name}.json").read_text(encoding="utf-8"))
+    KINDS[experiments()[name]["kind"]].draw(result, where / f"{name}.png")
+
+
+def _commit() -> str:
+    """The commit of this checkout; COTERIE_COMMIT tells it where git does not."""
+    told = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return told.stdout.strip() or os.environ.get("COTERIE_COMMIT", "unknown")
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from coterie.executors import find_device
+
+    device = find_device(name)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
