@@ -162,7 +162,7 @@ class Cohort(ABC):
 
     def _but(self, **changes: Any) -> Self:
         other = copy.copy(self)
-        other.__dict__.update(changes)
+        vars(other).update(changes)
         return other
 
 

@@ -75,9 +75,7 @@ class Scorer:
         return ClientStep(run)
 
 
-def evaluate(
-    algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: Literal["train", "test"] = "train"
-) -> Scores:
+def evaluate(algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: Literal["train", "test"] = "train") -> Scores:
     """Let every client choose its cluster, then score that cluster's model on its test rows.
 
     Args:

@@ -103,7 +103,7 @@ class Federation:
         if not pairs:
             raise ValueError("Federation: there must be at least one client, got 0")
         truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
-        return cls(Packed.of(pairs), tests and Packed.of(tests), truth, names, source or {})
+        return cls(Packed.of(pairs), Packed.of(tests) if tests else None, truth, names, source or {})
 
     def name(self, i: int) -> str:
         """What client i is called in messages."""

@@ -56,10 +56,11 @@ def groups(fig: Any, run: Path, federation: Federation, samples: int = 12) -> No
     for row, j in zip(grid, found, strict=True):
         clients = np.flatnonzero(labels == j)
         score = result["per_cluster"][str(int(j))]
-        row[0].set_title(f"group {j}: {len(clients)} clients, {result['metric']} {score:.3f}", loc="left", fontsize=9)
+        title = f"group {j}: {len(clients)} clients, {result['metric']} {score:.3f}"
+        row[0].set_title(title, loc="left", fontsize=9).set_in_layout(False)  # it may reach over its neighbours
         for n, axes in enumerate(row):
             image = federation.train.client(int(clients[n % len(clients)]))[0][n // len(clients)]
-            axes.imshow(image.squeeze(), cmap="gray_r")
+            axes.imshow(image.squeeze().numpy(), cmap="gray_r")
             axes.set_xticks([])
             axes.set_yticks([])
 
@@ -69,9 +70,10 @@ def demo(path: Path, runs: dict[str, Path], clustered: str, federation: Federati
     fig = figure(11, 4.2)
     left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
     groups(left, runs[clustered], federation)
-    left.suptitle("Groups found without looking at the data", fontsize=11)
+    left.suptitle("The groups it found; no image left its client", fontsize=11)
     axes = right.subplots()
     curves(axes, runs)
     axes.set_title("One model per group, for all, or each", fontsize=11)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.28)  # room for the names
+    axes.set_xticks([t for t in axes.get_xticks() if t <= len(read_history(runs[clustered]))])
     save(fig, path)

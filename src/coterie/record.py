@@ -1,10 +1,10 @@
 """The run folder: all that is ever known of a run. The command line, plots and dashboard read only this.
 
-    config.toml                         algorithm, task, data, seed, rounds
-    events.jsonl                        one line per round, and what the executor had to say
-    checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
-    final/models.safetensors            the k models, stacked
-    final/result.json                   labels and scores
+config.toml                         algorithm, task, data, seed, rounds
+events.jsonl                        one line per round, and what the executor had to say
+checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
+final/models.safetensors            the k models, stacked
+final/result.json                   labels and scores
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ log = logging.getLogger("coterie")
 class Diverged(ValueError):
     """The loss stopped being a number. `run` holds the last good state."""
 
-    def __init__(self, message: str, run: Run | None = None) -> None:
+    def __init__(self, message: str, run: Run) -> None:
         super().__init__(message)
         self.run = run
 
@@ -169,6 +169,8 @@ class _Loop:
     def run(self, resume: bool) -> Run:
         if not (resume and self._restore()):
             self.state = self.algorithm.start(self.cohort.task, self.cohort.at(0), self.key.fold(_START))
+            if bad := self._not_finite(self.state):
+                raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
         try:
             for t in range(len(self.history), self.rounds):
                 if self.algorithm.done(self.state):
@@ -218,19 +220,21 @@ class _Loop:
 
     def _check_finite(self, t: int, state: Any, report: Report) -> None:
         bad = {int(self.algorithm.labels(state)[i]) for i in report.clients[~torch.isfinite(report.loss).cpu()]}
-        for x in self.algorithm.models(state).values():
-            bad |= set((~torch.isfinite(x.flatten(1)).all(1)).nonzero().flatten().tolist())
+        bad |= self._not_finite(state)
         if not bad:
             return
         self._checkpoint(force=True)
         where = f" and in {self.record.path}" if self.record else ""
-        named = ", ".join(str(j) for j in sorted(bad)[:5])
-        last = self._result() if self.history else None
         raise Diverged(
-            f"round {t + 1}: the loss of cluster {named} is no longer finite; a smaller lr usually helps. "
+            f"round {t + 1}: the loss of cluster {_names(bad)} is no longer finite; a smaller lr usually helps. "
             f"The state after round {t} is kept in the error's .run{where}",
-            last,
+            self._result(),
         )
+
+    def _not_finite(self, state: Any) -> set[int]:
+        """The clusters whose models hold a NaN or an infinity."""
+        models = self.algorithm.models(state).values()
+        return {j for x in models for j in (~torch.isfinite(x.flatten(1)).all(1)).nonzero().flatten().tolist()}
 
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
@@ -301,6 +305,10 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
+def _names(clusters: set[int]) -> str:
+    return ", ".join(str(j) for j in sorted(clusters)[:5])
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
@@ -312,9 +320,10 @@ def _progress(algorithm: Algorithm, rounds: int, task: Task, device: torch.devic
 
 
 def _interrupted(done: int, rounds: int, record: Record | None) -> str:
+    done_so_far = f"\ninterrupted after round {done} of {rounds}"
     if record is None:
-        return f"\ninterrupted after round {done} of {rounds}; nothing was kept, because fit() was given no out folder"
-    return f"\ninterrupted after round {done} of {rounds}; go on with resume=True, or --resume, and the folder {record.path}"
+        return f"{done_so_far}; nothing was kept, because fit() was given no out folder"
+    return f"{done_so_far}; go on with resume=True (--resume) and the folder {record.path}"
 
 
 def _say(message: str) -> None:

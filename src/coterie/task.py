@@ -118,7 +118,9 @@ class Task:
             try:
                 out = skeleton(rows.x.to("meta"))
             except (RuntimeError, ValueError, IndexError, TypeError):
-                return f"{_name(skeleton)} does not take rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
+                return (
+                    f"{_name(skeleton)} does not take rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
+                )
             return check(out, rows.y)
 
         return cls(

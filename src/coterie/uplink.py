@@ -25,6 +25,7 @@ class Uplink:
     transforms: tuple[Callable[[Reply], Reply], ...] = ()
 
     def __call__(self, reply: Reply) -> Reply:
+        """Put one client's reply through every transform."""
         for transform in self.transforms:
             reply = transform(reply)
         return reply

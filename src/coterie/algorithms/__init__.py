@@ -9,6 +9,14 @@ from coterie.algorithms.starts import Balanced, FarthestFirst, Random, RandomGro
 ALGORITHMS: dict[str, type[Algorithm]] = {"fedavg": FedAvg, "ifca": IFCA, "local_only": LocalOnly}
 
 __all__ = [
-    "ALGORITHMS", "IFCA", "Algorithm", "Balanced", "FarthestFirst", "FedAvg", "LocalOnly", "Random",
-    "RandomGroups", "Report",
+    "ALGORITHMS",
+    "IFCA",
+    "Algorithm",
+    "Balanced",
+    "FarthestFirst",
+    "FedAvg",
+    "LocalOnly",
+    "Random",
+    "RandomGroups",
+    "Report",
 ]

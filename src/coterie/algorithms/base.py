@@ -120,7 +120,7 @@ class LocalTraining:
 
 
 def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
-    """argmin over j of F(θ_j) on these rows, and that loss, for models stacked (k, …)."""
+    """Argmin over j of F(θ_j) on these rows, and that loss, for models stacked (k, …)."""
     losses = vmap(lambda t: mean_loss(task, t, data))(theta)
     j = losses.argmin()
     return j, losses.index_select(0, j.reshape(1))[0]

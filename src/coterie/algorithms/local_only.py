@@ -51,7 +51,9 @@ class LocalOnly(LocalTraining, Algorithm):
         reply = chosen.uncharged().gather(self.step, {"theta": state.theta, "lr": lr}, rows=chosen.clients)
         theta = reply.update
         if len(chosen) < len(cohort):
-            theta = tree_map(lambda old, new: old.to(new).index_copy(0, _on(chosen.clients, new), new), state.theta, theta)
+            theta = tree_map(
+                lambda old, new: old.to(new).index_copy(0, _on(chosen.clients, new), new), state.theta, theta
+            )
         return State(theta, state.round + 1), Report(chosen.clients, reply.note["loss"])
 
     def step(self, task: Task) -> ClientStep:

@@ -25,7 +25,7 @@ class Start(ABC):
 
     @abstractmethod
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
-        """k models, stacked (k, …). `lr` is the step size of the algorithm that asks."""
+        """K models, stacked (k, …). `lr` is the step size of the algorithm that asks."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Random(Start):
     """k independent draws of the task's own initialisation."""
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Draw k models."""
         return stack([task.init(key.fold(j)) for j in range(k)])
 
 
@@ -49,6 +50,7 @@ class Balanced(Start):
     tries: int = setting(20, low=1)
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Draw until the clusters are balanced."""
         best, most = {}, -1
         for attempt in range(self.tries):
             theta = Random()(k, lr, task, cohort, key.fold(attempt))
@@ -87,6 +89,7 @@ class FarthestFirst(Start):
     lr: float | None = setting(None, low=0)
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Train, then choose k of the trained models."""
         some = cohort.sample(max(k, self.clients) / len(cohort))
         start, rate = task.init(key.fold(0)), torch.tensor(lr if self.lr is None else self.lr)
         trained = some.gather(self.train, {"theta": start, "lr": rate}).update  # (clients, …)
@@ -131,6 +134,7 @@ class RandomGroups(Start):
     steps: int = setting(5, low=1)
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Train a model per random group."""
         order = key.fold(k).shuffle(cohort.numbers)
         group = torch.empty_like(order)
         group[order] = torch.arange(len(cohort)) % k
@@ -157,6 +161,7 @@ class Given(Start):
     models: Sequence[Mapping[str, Tensor]]
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Check the models and stack them."""
         like = task.init(key)
         shapes = {n: tuple(x.shape) for n, x in like.items()}
         for j, model in enumerate(self.models):

@@ -56,7 +56,9 @@ def show(path: Path) -> None:
         score = "" if r.get(metric) is None else f"{r[metric]:.4f}"
         members = ", ".join(str(n) for n in r["members"][:8]) + (" …" if len(r["members"]) > 8 else "")
         sizes = (_bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
-        rounds.add_row(str(r["round"]), f"{r['loss']:.4f}", score, str(r["changed"]), members, *sizes, f"{r['seconds']:.3f}")
+        rounds.add_row(
+            str(r["round"]), f"{r['loss']:.4f}", score, str(r["changed"]), members, *sizes, f"{r['seconds']:.3f}"
+        )
     console.print(rounds)
     console.print(f"settings: {config['algorithm']}", style="dim")
 
@@ -69,7 +71,8 @@ def compare(paths: list[Path]) -> None:
         r = info["result"]
         table.add_row(
             str(path), info["config"]["algorithm"]["name"], f"{r['metric']} {r['score']:.4f}", _number(r.get("ari")),
-            str(r["clusters"]), str(info["rounds"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]), f"{r['seconds']:.2f}",
+            str(r["clusters"]), str(info["rounds"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]),
+            f"{r['seconds']:.2f}",
         )  # fmt: skip
     console.print(table)
 
@@ -77,10 +80,14 @@ def compare(paths: list[Path]) -> None:
 def demo(rows: list[dict[str, Any]], out: Path) -> None:
     """The demo's table and where its picture is."""
     names = {"global": "one model for all (FedAvg)", "local": "one model each", "ifca": "one model per group (IFCA)"}
-    table = _table("80 clients, 4 hidden groups", ">accuracy", ">groups found (ARI)", ">sent down", ">sent up", ">seconds")
+    table = _table(
+        "80 clients, 4 hidden groups", ">accuracy", ">groups found (ARI)", ">sent down", ">sent up", ">seconds"
+    )
     for r in rows:
         cells = (f"{r['accuracy']:.3f}", _number(r["ari"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
-        table.add_row(names[r["method"]], *cells, f"{r['seconds']:.1f}", style="bold" if r["method"] == "ifca" else None)
+        table.add_row(
+            names[r["method"]], *cells, f"{r['seconds']:.1f}", style="bold" if r["method"] == "ifca" else None
+        )
     console.print(table)
     console.print(f"picture: {out / 'demo.png'}   runs: coterie show {out / 'ifca'}")
 
@@ -101,7 +108,9 @@ def experiment(result: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(*[_number(v) if isinstance(v, float) or v is None else str(v) for v in row.values()])
     console.print(table)
-    console.print(f"{result['seconds']:.0f} s on {result['device']}, commit {result['commit']}; written to {result['path']}")
+    console.print(
+        f"{result['seconds']:.0f} s on {result['device']}, commit {result['commit']}; written to {result['path']}"
+    )
 
 
 def inventory() -> dict[str, dict[str, str]]:
@@ -137,7 +146,7 @@ def inventory_tables(found: dict[str, dict[str, str]]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=name == "run")
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return table
 
 

@@ -53,9 +53,9 @@ def permuted_digits(clients: int, groups: int = 4, seed: int = 0) -> Federation:
 def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
-    x = torch.as_tensor(bunch.images, dtype=torch.float32)[:, None] / 16
-    y = torch.as_tensor(bunch.target, dtype=torch.long)
+    pixels, labels = load_digits(return_X_y=True)
+    x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(labels, dtype=torch.long)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))  # the split is the same for every seed
     train, test = order[:-_TEST], order[-_TEST:]
     return x[train], y[train], x[test], y[test]

@@ -50,7 +50,9 @@ def rotated_mnist(clients: int, rows: int, seed: int = 0, groups: int = 4) -> Fe
     x, y, x_test, y_test = _images()
     per_group, machines = clients // groups, len(x_test) // rows
     if rows < 1 or per_group * rows > len(x) or not machines:
-        raise ValueError(f"rotated_mnist: {per_group} clients a group with {rows} rows each want more than {len(x)} images")
+        raise ValueError(
+            f"rotated_mnist: {per_group} clients a group with {rows} rows each want more than {len(x)} images"
+        )
     orders = [torch.randperm(len(x), generator=Key.of(seed).fold(g).generator()) for g in range(groups)]
     picked = [order[: per_group * rows] for order in orders]
     tested = (torch.arange(per_group) % machines)[:, None] * rows + torch.arange(rows)

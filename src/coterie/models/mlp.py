@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 
@@ -21,7 +23,7 @@ class MLP(nn.Module):
         if len(sizes) < 2:
             raise ValueError(f"MLP: sizes must be at least two numbers, features and classes, got {list(sizes)}")
         self.spec = {"name": "mlp", "sizes": list(sizes)}
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits, one row per row of x."""

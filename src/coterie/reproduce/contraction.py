@@ -37,7 +37,13 @@ def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
         })  # fmt: skip
         curves[f"m={clients}, n'={fresh}"] = mean.tolist()
     slope = float(np.polyfit(np.log([r["mn'"] for r in rows]), np.log([r["floor"] for r in rows]), 1)[0])
-    return {"seeds": list(range(spec["trials"])), "rows": rows, "curves": curves, "slope": slope, "theorem's slope": -0.5}
+    return {
+        "seeds": list(range(spec["trials"])),
+        "rows": rows,
+        "curves": curves,
+        "slope": slope,
+        "theorem's slope": -0.5,
+    }
 
 
 def _errors(spec: dict[str, Any], clients: int, fresh: int, seed: int, device: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,4 @@ def states(
 
 def last_state(*args: Any) -> Any:
     """The state after the last round."""
-    for state in states(*args):
-        last = state
-    return last
+    return deque(states(*args), maxlen=1).pop()

@@ -38,6 +38,7 @@ class Bernoulli(Start):
     """θ⁽⁰⁾ drawn coordinate-wise from Bernoulli(0.5), as in Section 6.1."""
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Draw k models."""
         like = task.init(key)
         g = key.generator()
         return {n: (torch.rand((k, *x.shape), generator=g) < 0.5).float() for n, x in like.items()}
@@ -49,7 +50,14 @@ def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
     for panel in spec["panels"]:
         axes = [panel[n] for n in ("scaling", "scale", "sigma", "clients", "rows")]
         for scaling, scale, sigma, clients, n in itertools.product(*axes):
-            cell = {"clients": clients, "rows": n, "groups": panel["groups"], "scale": scale, "sigma": sigma, "scaling": scaling}
+            cell = {
+                "clients": clients,
+                "rows": n,
+                "groups": panel["groups"],
+                "scale": scale,
+                "sigma": sigma,
+                "scaling": scaling,
+            }
             trials = [_trial(spec, panel, cell, seed, device) for seed in range(spec["trials"])]
             rows.append({
                 "panel": panel["name"], **cell, "trials": len(trials),
@@ -65,7 +73,9 @@ def _trial(spec: dict[str, Any], panel: dict[str, Any], cell: dict[str, Any], se
     federation = linear_mixture(features=spec["features"], seed=seed, **cell)
     truth = linear_truth(spec["features"], cell["groups"], cell["scale"], seed, cell["scaling"])
     starts = {"random": (Bernoulli(), spec["restarts"]), "farthest_first": (FarthestFirst(lr=spec["start_lr"]), 1)}
-    return {name: _best(spec, panel, federation, truth, cell, start, r, seed, device) for name, (start, r) in starts.items()}
+    return {
+        name: _best(spec, panel, federation, truth, cell, start, r, seed, device) for name, (start, r) in starts.items()
+    }
 
 
 def _best(
@@ -74,10 +84,17 @@ def _best(
 ) -> dict[str, Any]:  # fmt: skip
     """The best run over step sizes and starts, by the code's distance."""
     task = Task.regressor(Linear(spec["features"], 1, bias=False))
+    groups = torch.as_tensor(federation.groups).numpy()
     best = {"distance": float("inf"), "matched": float("inf"), "labels": 0.0}
     for lr in panel["lr"]:
         algorithm = IFCA(
-            k=cell["groups"], average="gradient", normalise=spec["normalise"], lr=lr, restarts=restarts, holdout=0.0, init=start
+            k=cell["groups"],
+            average="gradient",
+            normalise=spec["normalise"],
+            lr=lr,
+            restarts=restarts,
+            holdout=0.0,
+            init=start,
         )
         state = last_state(algorithm, task, federation, spec["rounds"], seed, device)
         theta = state.theta["weight"][:, :, 0].cpu()
@@ -85,7 +102,7 @@ def _best(
             gap = torch.cdist(theta[r].double(), truth.double()).nan_to_num(nan=torch.inf)
             distance = float(gap.amin(1).mean())
             if distance < best["distance"]:
-                labels = matched_accuracy(state.labels[r].numpy(), federation.groups.numpy())
+                labels = matched_accuracy(state.labels[r].numpy(), groups)
                 best = {"distance": distance, "matched": _matched(gap), "labels": labels}
     return {**best, "success": best["distance"] < 0.6 * cell["sigma"] + 0.001}
 

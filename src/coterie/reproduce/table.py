@@ -18,11 +18,18 @@ log = logging.getLogger("coterie")
 def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
     """Fit every method on every data set with every seed."""
     runs = []
-    for c, column in enumerate(spec["columns"]):
+    for column in spec["columns"]:
         for seed in spec["seeds"]:
             federation = build_federation({**column["data"], "seed": seed})
             for row in spec["methods"]:
-                runs.append({"column": column["name"], "method": row["name"], "seed": seed, **_one(spec, row, federation, seed, device)})
+                runs.append(
+                    {
+                        "column": column["name"],
+                        "method": row["name"],
+                        "seed": seed,
+                        **_one(spec, row, federation, seed, device),
+                    }
+                )
                 log.warning("%s", runs[-1])
     rows = []
     for c, column in enumerate(spec["columns"]):

@@ -1,0 +1,158 @@
+"""The command line as a user types it."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import coterie as ct
+from coterie.cli.main import main
+
+CONFIG = """
+[algorithm]
+name = "ifca"
+k = 4
+
+[task]
+kind = "classifier"
+model = { name = "mlp", sizes = [64, 16, 10] }
+
+[data]
+name = "rotated_digits"
+clients = 16
+
+[run]
+rounds = 8
+"""
+
+
+@pytest.fixture
+def coterie(monkeypatch, capsys):
+    """Runs a command line; returns (exit code, standard output, standard error)."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, words)])
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        else:
+            code = 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "ifca.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_run_show_compare_resume_overwrite(coterie, config, tmp_path):
+    out = tmp_path / "run"
+    code, text, _ = coterie("run", config, "--out", out, "--set", "algorithm.tau=5", "--device", "cpu")
+    assert code == 0 and "accuracy" in text and "true groups" in text
+    code, text, _ = coterie("show", out, "--json")
+    shown = json.loads(text)
+    assert code == 0 and shown["config"]["algorithm"]["tau"] == 5 and len(shown["result"]["labels"]) == 16
+    code, _, errors = coterie("run", config, "--out", out)
+    assert code == 2 and errors.count("\n") == 1 and "already holds a run" in errors
+    more = ("run", config, "--out", out, "--set", "algorithm.tau=5", "--set", "run.rounds=9", "--resume", "--json")
+    assert json.loads(coterie(*more)[1])["rounds"] == 9
+    code, text, _ = coterie("run", config, "--out", out, "--overwrite", "--executor", "sequential", "--json")
+    assert code == 0 and json.loads(text)["config"]["algorithm"]["tau"] == 10
+    code, text, _ = coterie("compare", out, out)
+    assert code == 0 and text.count("ifca") == 2
+    assert len(json.loads(coterie("compare", out, "--json")[1])) == 1
+
+
+def test_assign_places_new_clients(coterie, config, tmp_path):
+    out = tmp_path / "run"
+    coterie("run", config, "--out", out, "--set", "run.rounds=20")
+    labels = json.loads(coterie("show", out, "--json")[1])["result"]["labels"]
+    new = ct.data.rotated_digits(4, seed=7)
+    np.savez(
+        tmp_path / "new.npz", x=new.train.x.numpy(), y=new.train.y.numpy(),
+        client=np.repeat(["a", "b", "c", "d"], new.train.sizes.numpy()),
+    )  # fmt: skip
+    code, text, _ = coterie("assign", out, tmp_path / "new.npz", "--json")
+    assert code == 0 and [r["cluster"] for r in json.loads(text)] == [labels[0], labels[4], labels[8], labels[12]]
+    x, y = new.train.client(2)
+    table = np.column_stack([x.flatten(1).numpy(), y.numpy()])
+    header = ",".join([*(f"p{i}" for i in range(64)), "y"])
+    np.savetxt(tmp_path / "new.csv", table, delimiter=",", header=header, comments="")
+    code, text, _ = coterie("assign", out, tmp_path / "new.csv", "--json")
+    assert json.loads(text) == [{"client": "new", "rows": len(x), "cluster": labels[8]}]
+    assert coterie("assign", out, tmp_path / "new.csv")[0] == 0
+
+
+def test_demo_finds_the_groups(coterie, tmp_path, monkeypatch):
+    monkeypatch.setattr("coterie.cli.demo.CLIENTS", 16)
+    monkeypatch.setattr("coterie.cli.demo.ROUNDS", 20)
+    for _ in range(2):  # a second demo replaces the first
+        code, text, _ = coterie("demo", "--out", tmp_path / "demo")
+    rows = {r["method"]: r for r in json.loads((tmp_path / "demo" / "summary.json").read_text())}
+    assert code == 0 and "picture" in text and (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
+    assert all(set(r) == {"method", "accuracy", "ari", "seconds", "bytes_up", "bytes_down"} for r in rows.values())
+    assert rows["ifca"]["ari"] == 1.0
+    assert rows["ifca"]["accuracy"] > max(rows["global"]["accuracy"], rows["local"]["accuracy"])
+
+
+def test_list_names_everything(coterie):
+    found = json.loads(coterie("list", "--json")[1])
+    assert {"ifca", "fedavg", "local_only"} <= found["methods"].keys()
+    assert "ifca-table1-mnist" in found["experiments"] and "rotated_mnist" in found["data sets"]
+    assert "farthest_first" in coterie("list")[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("k = 4", "k = 0"), "IFCA: k must be at least 1, got 0"),
+        (("k = 4", "k = 17"), "IFCA: k must be at most the number of clients, 16, got 17"),
+        (("k = 4", "kk = 4"), "[algorithm] has no key 'kk'; did you mean 'k'?"),
+        (("k = 4", ""), "[algorithm] needs k"),
+        (('"ifca"', '"ifac"'), "[algorithm] knows no 'ifac'; did you mean 'ifca'?"),
+        (("clients = 16", "client = 16"), "[data] has no key 'client'; did you mean 'clients'?"),
+        (("clients = 16", "clients = 15"), "clients must be a positive multiple of 4, got 15"),
+        (("[run]", "[rum]"), "the configuration has no key 'rum'; did you mean 'run'?"),
+        (("sizes = [64, 16, 10]", "sizes = [63, 16, 10]"), "client 0: MLP does not take rows of shape (1, 8, 8)"),
+        (
+            ("sizes = [64, 16, 10]", "sizes = [64, 16, 5]"),
+            "client 0: labels run from 0 to 9, but the model has classes 0 to 4",
+        ),
+        (("rounds = 8", "rounds = -1"), "rounds must be a whole number of at least 1, got -1"),
+        (("rounds = 8", 'rounds = 8\ndevice = "tpu"'), "device must be auto, cpu or cuda, got 'tpu'"),
+        (("kind = ", "kin = "), "[task] has no key 'kin'; did you mean 'kind'?"),
+        (("k = 4", 'k = 4\ninit = { name = "farthest_first", step = 3 }'), "[algorithm.init] has no key 'step'"),
+        (("rounds = 8", "rounds = "), "Invalid value"),
+        (("k = 4", 'k = 4\nlr = 1e9\ninit = "random"'), "is no longer finite"),
+    ],
+)
+def test_bad_configurations_are_one_line_and_exit_code_2(coterie, config, tmp_path, change, message):
+    config.write_text(CONFIG.replace(*change))
+    code, _, errors = coterie("run", config, "--out", tmp_path / "run")
+    assert code == 2 and message in errors and errors.count("\n") == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("show", "nowhere"), "nowhere is not a run folder: it has no config.toml"),
+        (("run", "nowhere.toml"), "nowhere.toml: there is no such file"),
+        (("reproduce", "ifca-fig3"), "there is no experiment 'ifca-fig3'; did you mean 'ifca-fig2'?"),
+        (("assign", "nowhere", "x.npz"), "nowhere is not a run folder"),
+    ],
+)
+def test_bad_commands(coterie, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = coterie(*words)
+    assert code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_set_needs_a_table_and_a_value(coterie, config):
+    code, _, errors = coterie("run", config, "--set", "k=3")
+    assert code == 2 and "--set takes table.key=value" in errors

@@ -1,0 +1,113 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from coterie.client import ClientStep, Reply, minibatches
+from coterie.cohort import slot_sum
+from coterie.executors import EXECUTORS
+from coterie.executors.vectorised import Peak, buckets
+from coterie.federation import Federation
+from coterie.key import Key
+from coterie.uplink import Uplink
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Sends the sum of its rows, to the slot that its first row names; remembers how often it was asked."""
+
+    def step(self, task):
+        def run(shared, local):
+            asked = local.memory if isinstance(local.memory, torch.Tensor) else torch.zeros(())
+            total = (local.data.x[:, 0] * local.data.mask).sum() * shared["scale"]
+            note = {"rows": local.data.mask.sum(), "asked": asked, "draw": local.draws}
+            return Reply({"s": total}, local.data.mask.sum(), local.data.y[0], note, memory=asked + 1)
+
+        return ClientStep(run, lambda n, key, when: torch.rand((), generator=key.fold(*when).generator()))
+
+
+@pytest.fixture(params=list(EXECUTORS))
+def cohort(request):
+    sizes, slots = (1, 4, 2, 3), (0, 1, 1, 0)
+    clients = [(torch.ones(n, 1), torch.full((n,), j)) for n, j in zip(sizes, slots, strict=True)]
+    return EXECUTORS[request.param](Federation.from_clients(clients), None, Key.of(0), CPU)
+
+
+SHARED = {"scale": torch.tensor(2.0)}
+
+
+def test_combine_adds_weighted_updates_by_slot(cohort):
+    sums = cohort.at(0).combine(Toy().step, SHARED, slots=3)
+    assert sums.update["s"].tolist() == [2 * (1 + 9), 2 * (16 + 4), 0]  # Σ weight · update, both the number of rows
+    assert sums.weight.tolist() == [4, 6, 0]
+    assert sums.note["rows"].tolist() == [1, 4, 2, 3]  # in the cohort's order, whatever the buckets
+
+
+def test_gather_and_rows(cohort):
+    shared = {"scale": torch.tensor([1.0, 10.0])}
+    reply = cohort.at(0).gather(Toy().step, shared, rows=torch.tensor([0, 1, 0, 1]))
+    assert reply.update["s"].tolist() == [1, 40, 2, 30]
+    assert cohort.at(0).only([3, 0]).gather(Toy().step, SHARED).update["s"].tolist() == [6, 2]
+
+
+def test_memory_stays_with_the_client_and_newcomers_have_none(cohort):
+    cohort.at(0).only([0, 2]).gather(Toy().step, SHARED)
+    assert cohort.at(1).gather(Toy().step, SHARED).note["asked"].tolist() == [1, 0, 1, 0]
+
+
+def test_draws_follow_client_and_moment_not_the_executor(cohort):
+    now, later = (cohort.at(t).gather(Toy().step, SHARED).note["draw"] for t in (0, 1))
+    key = Key.of(0).fold(1)
+    expected = [float(torch.rand((), generator=key.fold(i, 0).generator())) for i in range(4)]
+    assert now.tolist() == pytest.approx(expected)
+    assert not torch.equal(now, later)
+
+
+def test_bytes_are_counted_and_can_be_left_uncounted(cohort):
+    cohort.at(0).uncharged().combine(Toy().step, SHARED, slots=2)
+    assert (cohort.ledger.bytes_down, cohort.ledger.bytes_up) == (0, 0)
+    cohort.at(0).combine(Toy().step, SHARED, slots=2)
+    assert cohort.ledger.bytes_down == 4 * 4  # one float to each of four clients
+    assert cohort.ledger.bytes_up == 4 * (4 + 4 + 8 + 3 * 4)  # update, weight, slot, three notes
+
+
+def test_sample_is_a_fixed_share_and_changes_with_the_round(cohort):
+    picks = [tuple(cohort.at(t).sample(0.5).clients.tolist()) for t in range(8)]
+    assert {len(p) for p in picks} == {2} and len(set(picks)) > 1
+    assert picks[0] == tuple(cohort.at(0).sample(0.5).clients.tolist())
+    assert len(cohort.sample(0.0)) == 1
+
+
+def test_the_uplink_sees_every_reply_before_it_is_added(cohort):
+    clip = Uplink((lambda reply: reply._replace(update={"s": reply.update["s"].clamp(max=3.0)}),))
+    cohort.uplink = clip
+    assert cohort.at(0).gather(Toy().step, SHARED).update["s"].tolist() == [2, 3, 3, 3]
+
+
+def test_a_reply_may_have_several_parts():
+    reply = Reply({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.ones(2, 2), torch.tensor([[0, 2], [0, 3]]), {})
+    assert slot_sum(reply, 4).update["w"].tolist() == [4, 0, 2, 4]
+
+
+def test_small_clients_are_not_padded_to_the_size_of_large_ones():
+    sizes = torch.tensor([1000] + [10] * 50 + [9] * 50)
+    found = buckets(sizes, torch.zeros(101, dtype=torch.bool))
+    padded = sum(len(b) * int(sizes[b].max()) for b in found)
+    assert padded <= 1.25 * int(sizes.sum())
+
+
+def test_minibatches_are_passes_without_replacement():
+    rows = minibatches(10, 4, 6, torch.Generator().manual_seed(0))
+    assert rows.shape == (6, 4)
+    for one_pass in rows.split(3):
+        assert sorted(one_pass[one_pass >= 0].tolist()) == list(range(10))
+
+
+def test_peak_counts_what_is_alive_at_once():
+    with Peak() as probe:
+        for _ in range(5):
+            big = torch.ones(1000)
+            del big
+    assert 4000 <= probe.peak < 8000

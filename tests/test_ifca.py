@@ -1,0 +1,196 @@
+"""IFCA against cases worked by hand, and against what the paper says of it."""
+
+import numpy as np
+import pytest
+import torch
+
+import coterie as ct
+from coterie.algorithms.ifca import State
+from coterie.executors import EXECUTORS
+from coterie.key import Key
+from coterie.reproduce.rounds import last_state, states
+from coterie.reproduce.success import Bernoulli
+
+LINE = ct.Task.regressor(ct.models.Linear(1, 1, bias=False))
+
+
+def line(*slopes, rows=1):
+    """One client per slope, with rows (1, slope)."""
+    return ct.Federation.from_clients([(torch.ones(rows, 1), torch.full((rows,), float(s))) for s in slopes])
+
+
+def models(*values):
+    return [{"weight": torch.tensor([[float(v)]])} for v in values]
+
+
+def one_round(algorithm, federation, executor="vectorised"):
+    cohort = EXECUTORS[executor](federation, LINE, Key.of(0), torch.device("cpu"))
+    state = algorithm.start(LINE, cohort.at(0), Key.of(0))
+    after, report = algorithm.round(state, cohort.at(0))
+    return after, report, cohort
+
+
+def weights(state):
+    return state.theta["weight"][0, :, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("executor", list(EXECUTORS))
+def test_option_ii_by_hand(executor):
+    # clients at 0, 1, 10; models at 0 and 9. One step of size 1/4 on (w - s)² moves w half of the way to s.
+    after, report, _ = one_round(ct.IFCA(2, lr=0.25, tau=1, init=models(0, 9)), line(0, 1, 10), executor)
+    assert after.labels.tolist() == [[0, 0, 1]]
+    assert weights(after) == pytest.approx([(0 + 0.5) / 2, 9.5])
+    assert report.loss.tolist() == pytest.approx([0, 1, 1])
+
+
+@pytest.mark.parametrize("executor", list(EXECUTORS))
+@pytest.mark.parametrize(("normalise", "first"), [("cluster", 0.25 * 2 / 2), ("all", 0.25 * 2 / 3)])
+def test_option_i_by_hand(executor, normalise, first):
+    # gradients 2(w - s) at the chosen models: 0 and -2 in cluster 0, -2 in cluster 1
+    algorithm = ct.IFCA(2, lr=0.25, average="gradient", normalise=normalise, init=models(0, 9))
+    after, _, _ = one_round(algorithm, line(0, 1, 10), executor)
+    second = 9 + 0.25 * 2 / (1 if normalise == "cluster" else 3)
+    assert weights(after) == pytest.approx([first, second])
+
+
+def test_size_weights():
+    federation = ct.Federation.from_clients([(torch.ones(n, 1), torch.full((n,), s)) for n, s in ((1, 0.0), (3, 4.0))])
+    after, _, _ = one_round(ct.IFCA(1, lr=0.5, tau=1, weights="size", init=models(1)), federation)
+    assert weights(after) == pytest.approx([(1 * 0 + 3 * 4) / 4])  # a step of 1/2 lands on the client's own slope
+
+
+def test_an_empty_cluster_keeps_its_model():
+    after, _, _ = one_round(ct.IFCA(2, lr=0.25, tau=1, init=models(0, 99)), line(0, 1))
+    assert weights(after)[1] == 99 and after.empty.tolist() == [[0, 1]]
+
+
+def test_revive_seeds_an_empty_cluster_from_the_client_served_worst():
+    algorithm = ct.IFCA(2, lr=0.5, tau=1, revive=1, init=models(0, 999))
+    after, _, _ = one_round(algorithm, line(0, 1, 8))
+    assert weights(after)[1] == pytest.approx(8)  # one step of 1/2 fits the client at 8 exactly
+    assert after.empty.tolist() == [[0, 0]]
+
+
+def test_step_size_decay():
+    algorithm = ct.IFCA(1, lr=0.25, decay=0.5, tau=1, init=models(0))
+    found = [weights(s)[0] for s in states(algorithm, LINE, line(1), 2, 0, "cpu")]
+    assert found == pytest.approx([0, 0.5, 0.5 + 2 * 0.125 * 0.5])
+
+
+def test_shared_parameters_are_averaged_over_everybody_and_sent_once():
+    task = ct.Task.regressor(ct.models.Linear(1, 1))
+    start = [{"weight": torch.tensor([[w]]), "bias": torch.zeros(1)} for w in (0.0, 9.0)]
+    federation = line(0, 1, 10)
+    runs = {}
+    for shared in ((), ("bias",)):
+        cohort = EXECUTORS["vectorised"](federation, task, Key.of(0), torch.device("cpu"))
+        algorithm = ct.IFCA(2, lr=0.1, tau=1, shared=shared, init=start)
+        state, _ = algorithm.round(algorithm.start(task, cohort.at(0), Key.of(0)), cohort.at(0))
+        runs[shared] = state.theta, cohort.ledger.bytes_down
+    plain, down = runs[()]
+    tied, less = runs[("bias",)]
+    moves = [0.0, 0.2, 0.2]  # each client's step on b: 0.1 · 2(s - w)
+    assert tied["bias"][0, :, 0].tolist() == pytest.approx([np.mean(moves)] * 2)
+    assert torch.equal(tied["weight"], plain["weight"])
+    assert down - less == 3 * 4  # one float less to each of three clients
+
+
+def test_stable_identities_save_bytes_and_change_nothing():
+    federation, task = ct.data.rotated_digits(16, seed=0), ct.Task.classifier(ct.models.MLP(64, 16, 10))
+    plain = ct.fit(ct.IFCA(4), task, federation, rounds=24)
+    patient = ct.fit(ct.IFCA(4, patience=4, recheck=5), task, federation, rounds=24)
+    assert np.array_equal(plain.labels, patient.labels)
+    assert plain.accuracy == pytest.approx(patient.accuracy, abs=1e-6)
+    down = [row["bytes_down"] for row in patient.history]
+    full, one = plain.history[-1]["bytes_down"], min(down)
+    assert 3.5 < full / one <= 4.0
+    settled = down.index(one)
+    assert down[settled : settled + 5] == [one] * 4 + [full]  # all k models again at the re-check
+
+
+def test_resampling_uses_disjoint_fresh_rows():
+    step = ct.IFCA(2, resample=3).step(LINE)
+    seen = []
+    for t in range(3):
+        rows = step.draw(12, Key.of(0), (t,))
+        assert len(rows["choose"]) == len(rows["step"]) == 2
+        seen += rows["choose"].tolist() + rows["step"].tolist()
+    assert sorted(seen) == list(range(12))
+
+
+def test_held_out_rows_are_never_trained_on():
+    step = ct.IFCA(2, restarts=3, holdout=0.25, batch=2).step(LINE)
+    for t in range(4):
+        rows = step.draw(12, Key.of(0), (t,))
+        assert len(rows["held"]) == 3
+        assert not set(rows["held"].tolist()) & set(rows["batches"].flatten().tolist())
+
+
+def test_restarts_side_by_side_equal_restarts_one_by_one():
+    federation = ct.data.linear_mixture(12, 10, 5, seed=1)
+    task = ct.Task.regressor(ct.models.Linear(5, 1, bias=False))
+    both = last_state(ct.IFCA(2, restarts=3, holdout=0.0, init=Bernoulli()), task, federation, 5, 0, "cpu")
+
+    class Alone(Bernoulli):
+        def __call__(self, k, lr, task, cohort, key):
+            return super().__call__(k, lr, task, cohort, Key.of(0).fold(0, r))
+
+    for r in range(3):
+        one = last_state(ct.IFCA(2, init=Alone()), task, federation, 5, 0, "cpu")
+        assert torch.allclose(one.theta["weight"][0], both.theta["weight"][r], atol=1e-5)
+        assert torch.equal(one.labels[0], both.labels[r])
+
+
+def test_the_best_restart_is_kept_and_a_diverged_one_is_passed_over():
+    algorithm = ct.IFCA(1, restarts=3, init="random")
+    theta = {"weight": torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1, 1)}
+    quality = torch.tensor([torch.inf, 0.5, 0.7])
+    state = State(theta, torch.zeros(3, 1, dtype=torch.long), quality, torch.zeros(3, 1), 0, 1)
+    assert algorithm.models(state)["weight"].flatten().tolist() == [2.0]
+
+
+def test_farthest_first_takes_one_client_of_each_group():
+    federation = line(0, 0, 0, 0, 0, 0, 5, 9)
+    after, _, _ = one_round(ct.IFCA(3, lr=0.25, tau=1, init=ct.FarthestFirst(steps=30)), federation)
+    assert sorted(weights(after)) == pytest.approx([0, 5, 9], abs=1e-3)
+
+
+def test_balanced_start_is_bounded_and_better_than_the_worst():
+    federation = line(0, 0, 1, 1)
+    after, _, _ = one_round(ct.IFCA(2, lr=0.01, tau=1, init=ct.Balanced(share=1.0, tries=30)), federation)
+    assert torch.bincount(after.labels[0], minlength=2).tolist() == [2, 2]
+
+
+def test_printed_normaliser_lets_models_die_and_cluster_size_does_not():
+    """FACTS of the authors' setting at d = 100: divided by m the larger cluster wins everybody."""
+    federation = ct.data.linear_mixture(80, 25, 100, 2, 0.25, 0.1, seed=0)
+    task = ct.Task.regressor(ct.models.Linear(100, 1, bias=False))
+    empties = {}
+    for normalise, lr in (("all", 0.5), ("cluster", 0.25)):
+        algorithm = ct.IFCA(
+            2, average="gradient", normalise=normalise, lr=lr, restarts=6, holdout=0.0, init=Bernoulli()
+        )
+        state = last_state(algorithm, task, federation, 100, 0, "cpu")
+        empties[normalise] = int((state.empty > 0).any(1).sum())
+    assert empties["all"] > empties["cluster"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": 0}, "IFCA: k must be at least 1, got 0"),
+        ({"k": 4}, "IFCA: k must be at most the number of clients, 3, got 4"),
+        ({"k": 2.5}, "IFCA: k must be a whole number, got 2.5"),
+        ({"k": 2, "lr": float("nan")}, "IFCA: lr must be finite, got nan"),
+        ({"k": 2, "average": "median"}, "IFCA: average must be 'model' or 'gradient', got 'median'"),
+        ({"k": 2, "shared": ("head",)}, "IFCA: shared names 'head', but the model's parameters are weight"),
+        ({"k": 2, "resample": 5}, "resample=5 needs at least 10 rows on every client, but client 0 has 1"),
+        ({"k": 2, "init": "farthest"}, "got 'farthest'; did you mean 'farthest_first'?"),
+        ({"k": 2, "init": models(1)}, "init: 2 models are wanted, one per cluster, got 1"),
+        ({"k": 1, "init": [{"w": torch.zeros(1)}]}, "init: model 0 has parameters"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError) as error:
+        ct.fit(ct.IFCA(**settings), LINE, line(0, 1, 10), rounds=1)
+    assert message in str(error.value)

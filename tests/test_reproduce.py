@@ -1,0 +1,43 @@
+"""Quick versions of the experiments: that they run, and that they show what the full ones show."""
+
+import json
+
+import pytest
+
+from coterie.data.source import folder
+from coterie.reproduce import experiments, reproduce
+
+needs_mnist = pytest.mark.skipif(
+    not (folder() / "mnist" / "train-images-idx3-ubyte.gz").exists(), reason="MNIST is not in the data folder"
+)
+
+
+def quick(name, tmp_path):
+    result = reproduce(name, quick=True, out=tmp_path, device="cpu")
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert {"commit", "device", "seconds", "seeds", "rows", "title"} <= written.keys()
+    assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    return result
+
+
+def test_every_experiment_has_a_quick_version():
+    assert experiments() and all("quick" in e and "title" in e for e in experiments().values())
+
+
+def test_success_rises_with_separation_and_farthest_first_is_no_worse(tmp_path):
+    rows = quick("ifca-fig2", tmp_path)["rows"]
+    success = [r["success"] for r in rows]
+    assert success == sorted(success) and success[-1] == 1.0
+    assert all(r["success, farthest-first"] >= r["success"] for r in rows)
+
+
+def test_the_error_halves_down_to_a_floor(tmp_path):
+    result = quick("ifca-theorem1", tmp_path)
+    assert result["slope"] == pytest.approx(-0.5, abs=0.15)
+    assert result["rows"][-1]["factor a round"] == pytest.approx(0.5, abs=0.1)
+
+
+@needs_mnist
+def test_ifca_beats_global_and_local_on_rotated_mnist(tmp_path):
+    score = {r["method"]: r["ours"] for r in quick("ifca-table1-mnist", tmp_path)["rows"]}
+    assert score["IFCA, farthest-first"] > score["global"] and score["IFCA, farthest-first"] > score["local, 100 steps"]

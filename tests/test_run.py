@@ -1,0 +1,246 @@
+"""fit(): history, run folder, checkpoints, stopping, and what it says about bad input."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import coterie as ct
+from coterie import record
+from coterie.evaluate import Scores
+from coterie.progress import Progress
+
+TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+
+SLOW_RUN = """
+import sys, time
+import coterie as ct
+task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+federation = ct.data.rotated_digits(16, seed=0)
+def pause(row):
+    print(row["round"], flush=True)
+    time.sleep(float(sys.argv[3]))
+ct.fit(ct.IFCA(4, batch=8, fraction=0.5), task, federation, rounds=12, seed=5, out=sys.argv[1],
+       resume=sys.argv[2] == "resume", callbacks=[pause])
+"""
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return ct.data.rotated_digits(16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def run(digits):
+    return ct.fit(ct.IFCA(4), TASK, digits, rounds=20, seed=0)
+
+
+def slow(path, mode="new", pause=0.0):
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW_RUN, str(path), mode, str(pause)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(*arguments):
+    with slow(*arguments) as process:
+        process.communicate(timeout=120)
+    return process.returncode
+
+
+def test_what_a_run_gives(run, digits):
+    assert run.ari == 1.0 and run.accuracy > 0.8
+    assert run.labels.shape == (16,) and len(run.models) == 4 and run.path is None
+    row = run.history[-1]
+    assert set(row) == {
+        "round",
+        "loss",
+        "accuracy",
+        "changed",
+        "members",
+        "participants",
+        "seconds",
+        "bytes_down",
+        "bytes_up",
+    }
+    assert row["round"] == 20 and sum(row["members"]) == 16
+    assert run.history[0]["loss"] > row["loss"]
+    module = ct.models.MLP(64, 16, 10)
+    module.load_state_dict(run.models[0])
+    x, y = digits.test.client(0)
+    own = ct.models.MLP(64, 16, 10)
+    own.load_state_dict(run.models[run.labels[0]])
+    accuracy = float((own(x).argmax(1) == y).float().mean())
+    assert run.scores.per_client[0] == pytest.approx(accuracy)
+
+
+def test_a_new_client_is_assigned_to_its_group(run):
+    new = ct.data.rotated_digits(8, seed=9)
+    found = [run.assign(*new.train.client(i)) for i in range(8)]
+    assert found == [int(run.labels[g * 4]) for g in new.groups]
+    with pytest.raises(ValueError, match="MLP does not take rows of shape"):
+        run.assign(np.zeros((3, 5)), np.zeros(3, dtype=int))
+
+
+def test_choosing_on_test_rows_is_explicit(run):
+    assert run.scores.chosen_on == "train"
+    assert run.evaluate(choose_on="test").chosen_on == "test"
+    with pytest.raises(ValueError, match="choose_on must be"):
+        run.evaluate(choose_on="both")
+
+
+def test_scores_by_hand():
+    scores = Scores(
+        "accuracy", np.array([0.5, np.nan, 1.0]), np.array([0, 0, 1]), np.array([1, 1, 0]), np.zeros(3), "train"
+    )
+    assert scores.mean == 0.75 and scores.per_cluster == {0: 0.5, 1: 1.0}
+    assert scores.clustering == {"ari": 1.0, "nmi": pytest.approx(1), "purity": 1.0, "matched": 1.0}
+
+
+def test_a_regression_has_no_accuracy():
+    task = ct.Task.regressor(ct.models.Linear(4, 1))
+    run = ct.fit(ct.IFCA(2, lr=0.05), task, ct.data.linear_mixture(8, 20, 4), rounds=20)
+    assert run.score < 0.1 and "mse" in run.history[0]
+    with pytest.raises(AttributeError, match="scored by mse"):
+        _ = run.accuracy
+
+
+def test_killed_at_any_moment_a_run_ends_as_if_never_stopped(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert finish(whole) == 0
+    with slow(killed, pause=0.3) as process:
+        for line in process.stdout:
+            if int(line) >= 5:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert not (killed / "final").exists() and list((killed / "checkpoints").iterdir())
+    assert finish(killed, "resume") == 0
+    same = "final/models.safetensors"
+    assert (whole / same).read_bytes() == (killed / same).read_bytes()
+    rounds = [[r["round"], r["loss"], r["accuracy"]] for r in record.read_history(killed)]
+    assert rounds == [[r["round"], r["loss"], r["accuracy"]] for r in record.read_history(whole)]
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
+    with slow(tmp_path / "run", pause=0.5) as process:
+        for line in process.stdout:
+            if int(line) == 3:
+                time.sleep(0.1)
+                process.send_signal(signal.SIGINT)
+                break
+        _, errors = process.communicate(timeout=60)
+    assert "interrupted after round 3 of 12; go on with resume=True (--resume) and the folder" in errors
+    assert (tmp_path / "run" / "checkpoints" / "round-000003.safetensors").exists()
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, digits, caplog):
+    algorithm = ct.IFCA(4, batch=8)
+    whole = ct.fit(algorithm, TASK, digits, rounds=6, out=tmp_path / "whole")
+    ct.fit(algorithm, TASK, digits, rounds=4, out=tmp_path / "cut")
+    files = sorted((tmp_path / "cut" / "checkpoints").iterdir())
+    assert len(files) == 2
+    files[-1].write_bytes(files[-1].read_bytes()[:-100])
+    resumed = ct.fit(algorithm, TASK, digits, rounds=6, out=tmp_path / "cut", resume=True)
+    assert "round-000004.safetensors is damaged" in caplog.text and "falling back" in caplog.text
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(whole.models, resumed.models, strict=True) for n in a)
+
+
+def test_every_checkpoint_damaged_means_starting_again(tmp_path, digits):
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "a")
+    for file in (tmp_path / "a" / "checkpoints").iterdir():
+        file.write_bytes(b"{}")
+    again = ct.fit(ct.FedAvg(), TASK, digits, rounds=3, out=tmp_path / "a", resume=True)
+    assert [r["round"] for r in again.history] == [1, 2, 3] == [r["round"] for r in record.read_history(tmp_path / "a")]
+
+
+def test_a_folder_is_never_written_over(tmp_path, digits):
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=1, out=tmp_path / "a")
+    before = (tmp_path / "a" / "final" / "result.json").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run; resume it, overwrite it, or choose another folder"):
+        ct.fit(ct.FedAvg(), TASK, digits, rounds=1, out=tmp_path / "a")
+    assert (tmp_path / "a" / "final" / "result.json").read_bytes() == before
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="exists and is not a run folder"):
+        ct.fit(ct.FedAvg(), TASK, digits, rounds=1, out=tmp_path / "b")
+    with pytest.raises(ValueError, match=r"was made with algorithm.lr = 0.1, now it is 0.2"):
+        ct.fit(ct.FedAvg(lr=0.2), TASK, digits, rounds=2, out=tmp_path / "a", resume=True)
+
+
+def test_a_diverged_run_stops_and_keeps_the_last_good_state(tmp_path, digits):
+    task = ct.Task.regressor(ct.models.Linear(4, 1))
+    federation = ct.data.linear_mixture(8, 20, 4)
+    with pytest.raises(ct.Diverged) as error:
+        ct.fit(ct.IFCA(2, lr=50.0, init="random"), task, federation, rounds=50, out=tmp_path / "run")
+    assert "the loss of cluster" in str(error.value) and "is no longer finite" in str(error.value)
+    good = error.value.run
+    assert all(torch.isfinite(x).all() for model in good.models for x in model.values())
+    done = len(good.history)
+    assert str(error.value).startswith(f"round {done + 1}: ")
+    assert (tmp_path / "run" / "checkpoints" / f"round-{done:06d}.safetensors").exists()
+
+
+def test_a_start_that_diverges_says_so():
+    task = ct.Task.regressor(ct.models.Linear(4, 1))
+    with pytest.raises(ValueError, match="the start of cluster 0, 1 is not finite; a smaller lr usually helps"):
+        ct.fit(ct.IFCA(2, lr=50.0), task, ct.data.linear_mixture(8, 20, 4), rounds=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
+        ({"executor": "ray"}, "executor must be one of sequential, vectorised, got 'ray'"),
+        ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
+        ({"resume": True}, "resume=True needs out"),
+    ],
+)
+def test_bad_arguments(digits, settings, message):
+    with pytest.raises(ValueError) as error:
+        ct.fit(ct.FedAvg(), TASK, digits, **{"rounds": 1, **settings})
+    assert message in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(digits):
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        ct.fit(ct.FedAvg(), TASK, digits, rounds=1, device="cuda")
+
+
+def test_the_log_names_the_chunks(tmp_path, digits):
+    ct.fit(ct.IFCA(2), TASK, digits, rounds=1, out=tmp_path / "run")
+    told = [e["message"] for e in record.read_events(tmp_path / "run") if e["event"] == "log"]
+    assert any("IFCA.step on 360 train rows: 16 clients in chunks of" in m and "GiB free on cpu" in m for m in told), (
+        told
+    )
+
+
+def test_progress_is_one_line(digits, capsys):
+    lines = []
+    stream = type("Stream", (), {"write": lambda self, s: lines.append(s), "flush": lambda self: None})()
+    ct.fit(ct.IFCA(2), TASK, digits, rounds=2, callbacks=[Progress("IFCA", 2, "accuracy", "cpu", stream)])
+    assert len(lines) == 2 and lines[0].startswith("\r") and lines[1].endswith("on cpu\n")
+    assert all(word in lines[1] for word in ("round 2/2", "loss", "accuracy", "groups 2", "s/round"))
+
+
+def test_at_most_a_hundred_evaluations():
+    federation = ct.data.linear_mixture(2, 2, 2)
+    run = ct.fit(ct.FedAvg(lr=0.01, tau=1), ct.Task.regressor(ct.models.Linear(2, 1)), federation, rounds=250)
+    scored = [r["round"] for r in run.history if r["mse"] is not None]
+    assert len(scored) <= 101 and scored[-1] == 250
+
+
+def test_result_json_is_plain(tmp_path, digits):
+    ct.fit(ct.IFCA(2), TASK, digits, rounds=1, out=tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "final" / "result.json").read_text())
+    assert len(result["labels"]) == len(result["per_client"]) == 16 and result["clusters"] == 2
+    assert not list(Path(tmp_path).rglob("*.part"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
