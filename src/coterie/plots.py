@@ -34,12 +34,15 @@ def save(fig: Any, path: Path) -> None:
 
 
 def curves(axes: Any, runs: dict[str, Path]) -> None:
-    """The score of every run over its rounds."""
+    """The score of every run over its rounds; thin lines are its clusters."""
     for (name, path), colour in zip(runs.items(), COLOURS, strict=False):
         metric = read_result(path)["metric"]
         rows = [row for row in read_history(path) if row.get(metric) is not None]
         rounds, score = [r["round"] for r in rows], [r[metric] for r in rows]
         axes.plot(rounds, score, color=colour, lw=2)
+        clusters = list(zip(*(r["per_cluster"] or [] for r in rows), strict=True))
+        for own in clusters if len(clusters) <= len(COLOURS) else ():
+            axes.plot(rounds, [np.nan if v is None else v for v in own], color=colour, lw=0.8, alpha=0.5)
         axes.annotate(f" {name} {score[-1]:.3f}", (rounds[-1], score[-1]), color=colour, va="center", fontsize=9)
         axes.set_ylabel(f"mean {metric} over clients")
     axes.set_xlabel("round")
@@ -52,17 +55,15 @@ def groups(fig: Any, run: Path, federation: Federation, samples: int = 12) -> No
     result = read_result(run)
     labels = np.array(result["labels"])
     found = np.unique(labels)
-    grid = fig.subplots(len(found), samples, squeeze=False)
-    for row, j in zip(grid, found, strict=True):
+    grid = fig.subplots(len(found), 1, squeeze=False)[:, 0]
+    for axes, j in zip(grid, found, strict=True):
         clients = np.flatnonzero(labels == j)
+        picked = [federation.train.client(int(clients[n % len(clients)]))[0][n // len(clients)] for n in range(samples)]
+        strip = np.concatenate([np.pad(image.squeeze().numpy(), 1) for image in picked], axis=1)
+        axes.imshow(strip, cmap="gray_r")
+        axes.set_axis_off()
         score = result["per_cluster"][str(int(j))]
-        title = f"group {j}: {len(clients)} clients, {result['metric']} {score:.3f}"
-        row[0].set_title(title, loc="left", fontsize=9).set_in_layout(False)  # it may reach over its neighbours
-        for n, axes in enumerate(row):
-            image = federation.train.client(int(clients[n % len(clients)]))[0][n // len(clients)]
-            axes.imshow(image.squeeze().numpy(), cmap="gray_r")
-            axes.set_xticks([])
-            axes.set_yticks([])
+        axes.set_title(f"group {j}: {len(clients)} clients, {result['metric']} {score:.3f}", loc="left", fontsize=9)
 
 
 def demo(path: Path, runs: dict[str, Path], clustered: str, federation: Federation) -> None:

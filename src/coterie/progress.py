@@ -18,11 +18,10 @@ class Progress:
         """Show this row of the history."""
         if row.get(self.metric) is not None:
             self._score = f" {self.metric} {row[self.metric]:.3f}"
-        groups = sum(n > 0 for n in row["members"])
         end = "\n" if row["round"] == self.rounds else ""
         bar = "━" * round(20 * row["round"] / self.rounds)
         self.stream.write(
             f"\r\033[K{self.name} {bar:<20} round {row['round']}/{self.rounds} loss {row['loss']:.4f}{self._score} "
-            f"groups {groups} {row['seconds']:.3f} s/round on {self.device}{end}"
+            f"groups {row['groups']} {row['seconds']:.3f} s/round on {self.device}{end}"
         )
         self.stream.flush()

@@ -30,6 +30,8 @@ from coterie.tree import Params, take
 
 EVALUATIONS = 100  # the most in one run, besides the last: evaluating need not cost more than training
 
+LISTED = 100  # clusters at most whose members and scores are listed in every row of the history
+
 _START, _CLIENTS = 0, 1  # streams under the run's key
 
 log = logging.getLogger("coterie")
@@ -51,7 +53,8 @@ class Run:
         algorithm: The method, with its hyperparameters.
         state: All that it has learnt.
         scores: Every client scored with its model, chosen on its training rows.
-        history: One dict per round: loss, score, labels changed, members per cluster, bytes, seconds.
+        history: One dict per round: loss, score (also per cluster), labels changed, groups, members per cluster, bytes
+            down and up, seconds.
         path: The run folder, None if nothing was written.
     """
 
@@ -205,15 +208,20 @@ class _Loop:
     def _row(self, t: int, state: Any, report: Report, seconds: float) -> dict[str, Any]:
         old, new = self.algorithm.labels(self.state), self.algorithm.labels(state)
         clusters = len(next(iter(self.algorithm.models(state).values())))
-        score = None
+        members = torch.bincount(new[new >= 0], minlength=clusters).tolist()
+        score, each = None, None
         if (t + 1) % self.every == 0 or t + 1 == self.rounds:
-            score = evaluate(self.algorithm, state, self.cohort.at(t)).mean
+            scores = evaluate(self.algorithm, state, self.cohort.at(t))
+            score, each = scores.mean, [scores.per_cluster.get(j) for j in range(clusters)]
+        listed = clusters <= LISTED
         return {
             "round": t + 1,
             "loss": float(report.loss.mean()),
             self.cohort.task.metric: score,
+            "per_cluster": each if listed else None,
             "changed": int(((old != new) & (old >= 0)).sum()),
-            "members": torch.bincount(new[new >= 0], minlength=clusters).tolist(),
+            "groups": sum(n > 0 for n in members),
+            "members": members if listed else None,
             "participants": len(report.clients),
             "seconds": seconds,
         }

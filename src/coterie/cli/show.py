@@ -54,7 +54,8 @@ def show(path: Path) -> None:
     for row in sorted({*range(step - 1, len(history), step), len(history) - 1}):
         r = history[row]
         score = "" if r.get(metric) is None else f"{r[metric]:.4f}"
-        members = ", ".join(str(n) for n in r["members"][:8]) + (" …" if len(r["members"]) > 8 else "")
+        listed = r["members"] or []
+        members = ", ".join(str(n) for n in listed[:8]) + (" …" if len(listed) > 8 else "")
         sizes = (_bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
         rounds.add_row(
             str(r["round"]), f"{r['loss']:.4f}", score, str(r["changed"]), members, *sizes, f"{r['seconds']:.3f}"
