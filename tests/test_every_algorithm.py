@@ -179,7 +179,7 @@ def test_every_step_traces_under_vmap(name, task, ragged):
     for case in cases():
         algorithm = case.values[0]
         if type(algorithm) is ALGORITHMS[name]:
-            cohort = cohort_of(ragged, task, "vectorised")
+            cohort = cohort_of(ragged, task, "vmap")
             state, _ = rounds_of(algorithm, cohort, 4)
             algorithm.place(state, cohort)
             ran |= {label.split(" on ")[0] for label in cohort.ledger.chunks}

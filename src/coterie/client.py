@@ -49,6 +49,25 @@ class Reply(NamedTuple):
     memory: Any = ()
 
 
+class Plan(NamedTuple):
+    """What a step does, in plain words, for an executor that knows a faster way to do exactly that.
+
+    The client is sent `{"theta": models, "common": parameters that all models have, "lr": γ}`, without "common" where
+    there are none. If `clusters` is set, the models are (starts, clusters, …) and for every start it chooses the one
+    with the lowest mean loss on its rows; otherwise it takes what it is sent, whose "label" it passes on if there is
+    one. From there it takes `tau` full-batch steps of size γ on its mean loss plus prox/2 ‖θ - θ⁽⁰⁾‖² and replies with
+    the result (or with the gradient at the first step), weighted as `weights` says, to slot start · slots_per_start +
+    label, with the note {"label", "loss"} ({"loss"} where there is no label).
+    """
+
+    tau: int
+    prox: float = 0.0
+    gradient: bool = False
+    weights: str = "uniform"
+    clusters: int | None = None
+    slots_per_start: int = 1
+
+
 class ClientStep(NamedTuple):
     """One client's work in one exchange with the server.
 
@@ -57,10 +76,12 @@ class ClientStep(NamedTuple):
         draw: `draw(n, key, when)` makes, outside of `run`, all the random numbers of a client with n rows. `key`
             is the client's own and the same in every round; `when` is the round (and whatever the algorithm folded
             into it). Integer tensors of unequal shapes are padded with -1 where clients are stacked.
+        plan: What `run` does, where it is something that an executor may know.
     """
 
     run: Callable[[Any, Local], Reply]
     draw: Callable[[int, Key, tuple[int, ...]], Any] | None = None
+    plan: Plan | None = None
 
 
 def mean_loss(task: Task, params: Params, data: Data) -> Tensor:

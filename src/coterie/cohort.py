@@ -128,33 +128,44 @@ class Cohort(ABC):
             rows: (clients,) or (clients, parts). Client i is sent only these rows of `shared`.
         """
         update, weight, order, notes = None, torch.zeros(slots, device=self.device), [], []
-        for at, reply in self._counted(step, shared, rows):
-            part = slot_sum(reply, slots)
+        shared, down = self._sent(shared, rows)
+        for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
+            self._charge(down * len(at), up)
             update = part.update if update is None else tree_map(torch.add, update, part.update)
             weight = weight + part.weight
             order.append(at)
-            notes.append(reply.note)
+            notes.append(part.note)
         return Sums(update, weight, _in_order(notes, order))
 
     def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         order, replies = [], []
-        for at, reply in self._counted(step, shared, rows):
-            order.append(at)
+        shared, down = self._sent(shared, rows)
+        for at, reply in self._replies(step(self.task), _name(step), shared, rows):
             replies.append(reply._replace(memory=()))
+            self._charge(down * len(at), nbytes(replies[-1]))
+            order.append(at)
         return _in_order(replies, order)
 
     @abstractmethod
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         """Yield (positions in the cohort, their stacked replies) until every client has replied once."""
 
-    def _counted(self, step: Step, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+    def _sums(
+        self, step: ClientStep, name: str, shared: Any, slots: int, rows: Tensor | None
+    ) -> Iterator[tuple[Tensor, Sums, int]]:
+        """Yield (positions, their sums, bytes they sent) until every client has replied once."""
+        for at, reply in self._replies(step, name, shared, rows):
+            yield at, slot_sum(reply, slots), nbytes(reply._replace(memory=()))
+
+    def _sent(self, shared: Any, rows: Tensor | None) -> tuple[Any, int]:
+        """What is sent, on the device, and its bytes per client."""
         shared = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, shared)
-        down = nbytes(shared if rows is None else take(shared, rows[0].to(self.device)))
-        for at, reply in self._replies(step(self.task), getattr(step, "__qualname__", "step"), shared, rows):
-            self.ledger.bytes_down += down * len(at)
-            self.ledger.bytes_up += nbytes(reply._replace(memory=()))
-            yield at, reply
+        return shared, nbytes(shared if rows is None else take(shared, rows[0].to(self.device)))
+
+    def _charge(self, down: int, up: int) -> None:
+        self.ledger.bytes_down += down
+        self.ledger.bytes_up += up
 
     def _draws(self, step: ClientStep, i: int, n: int) -> Any:
         key = self.key.fold(_CLIENT, int(self.federation.numbers[i]))
@@ -192,6 +203,10 @@ def slot_mean(sums: Sums, otherwise: Any) -> Any:
         return torch.where(weight > 0, total / weight.clamp(min=torch.finfo(total.dtype).tiny), old)
 
     return tree_map(mean, sums.update, otherwise)
+
+
+def _name(step: Step) -> str:
+    return getattr(step, "__qualname__", "step")
 
 
 def _in_order(parts: list[Any], order: list[Tensor]) -> Any:

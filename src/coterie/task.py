@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from coterie.key import Key
+from coterie.split import FirstLinear, split_first_linear
 from coterie.tree import Params
 
 
@@ -33,6 +33,8 @@ class Task:
         loss: `loss(params, data) -> (n,)`, one value per row.
         score: `score(params, data) -> (n,)`, what an analyst would look at, one value per row.
         metric: What the mean of `score` is called: "accuracy", "mse".
+        check: `check(data)` says what is wrong with rows, None if they suit the model.
+        split: `split(x)` takes the model apart after a linear first layer, for executors; None if it has none.
         spec: A plain description from which the command line can build the task again; empty for a user's module.
 
     Example:
@@ -48,6 +50,7 @@ class Task:
     score: Callable[[Params, Data], Tensor]
     metric: str
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
+    split: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -55,7 +58,7 @@ class Task:
         """Cross-entropy and accuracy for a module that returns one logit per class."""
         return cls.from_module(
             module,
-            loss=lambda out, y: F.cross_entropy(out, y, reduction="none"),
+            loss=_cross_entropy,
             score=lambda out, y: (out.argmax(-1) == y).float(),
             metric="accuracy",
             check=_check_labels,
@@ -129,8 +132,14 @@ class Task:
             score=lambda params, data: score(forward(params, data), data.y),
             metric=metric,
             check=verify,
+            split=lambda x: split_first_linear(build(), loss, x),
             spec=spec or {},
         )
+
+
+def _cross_entropy(out: Tensor, y: Tensor) -> Tensor:
+    """Written out, because torch's own is slow under vmap."""
+    return out.logsumexp(-1) - out.gather(-1, y[..., None])[..., 0]
 
 
 def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:

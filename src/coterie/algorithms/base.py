@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from coterie.client import ClientStep, Local, Reply, local_update, mean_loss, minibatches
+from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss, minibatches
 from coterie.cohort import Cohort
 from coterie.key import Key
 from coterie.settings import setting
@@ -116,7 +116,8 @@ class LocalTraining:
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             return {"batches": self.draw_batches(n, key, when)}
 
-        return ClientStep(run, draw if self.batch else None)
+        plan = Plan(self.tau, prox, weights=self.weights) if self.batch is None else None
+        return ClientStep(run, draw if self.batch else None, plan)
 
 
 def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from coterie.cohort import Cohort, slot_mean
 from coterie.key import Key
 from coterie.settings import setting
 from coterie.task import Data, Task
-from coterie.tree import Params, stack, take
+from coterie.tree import Params, stack, take, tree_map
 
 
 class State(NamedTuple):
@@ -52,7 +52,8 @@ class FedAvg(LocalTraining, Algorithm):
 
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """One model, drawn at random."""
-        return State(stack([task.init(key.fold(0))]), cohort.population, 0)
+        theta = tree_map(lambda x: x.to(cohort.device), stack([task.init(key.fold(0))]))
+        return State(theta, cohort.population, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Sample clients, let them train, average."""

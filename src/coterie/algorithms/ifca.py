@@ -18,7 +18,7 @@ from torch.func import grad, vmap
 
 from coterie.algorithms.base import Algorithm, LocalTraining, Report, nearest
 from coterie.algorithms.starts import Start, find_start
-from coterie.client import ClientStep, Local, Reply, local_update, mean_loss, pick
+from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss, pick
 from coterie.cohort import Cohort, Sums
 from coterie.key import Key
 from coterie.settings import setting
@@ -132,7 +132,7 @@ class IFCA(LocalTraining, Algorithm):
             j, loss, update, held = each(sent["theta"], sent["common"], sent["lr"], local)
             return self._reply(j, loss, update, held, local)
 
-        return ClientStep(run, self._draw())
+        return ClientStep(run, self._draw(), self._plan(choose=True))
 
     def follow(self, task: Task) -> ClientStep:
         """Lines 8 to 12 at a client that is sent only the model of its last cluster."""
@@ -144,7 +144,7 @@ class IFCA(LocalTraining, Algorithm):
             loss, update, held = vmap(one_start, in_dims=(0, 0, None))(sent["theta"], sent["lr"], local)
             return self._reply(sent["label"], loss, update, held, local)
 
-        return ClientStep(run, self._draw())
+        return ClientStep(run, self._draw(), self._plan(choose=False))
 
     def choose(self, task: Task) -> ClientStep:
         """Line 6 alone."""
@@ -238,6 +238,17 @@ class IFCA(LocalTraining, Algorithm):
             return rows if batches is None else {**rows, "batches": torch.where(batches < 0, -1, step[batches])}
 
         return draw
+
+    def _plan(self, *, choose: bool) -> Plan | None:
+        if self._draw() is not None:
+            return None
+        return Plan(
+            tau=self.tau,
+            gradient=self.average == "gradient",
+            weights=self.weights,
+            clusters=self.k if choose else None,
+            slots_per_start=self.k,
+        )
 
     @property
     def _holds_out(self) -> bool:

@@ -42,7 +42,7 @@ class LocalOnly(LocalTraining, Algorithm):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """All clients start from one random model."""
         one = task.init(key.fold(0))
-        return State(tree_map(lambda x: x.expand(cohort.population, *x.shape), one), 0)
+        return State(tree_map(lambda x: x.to(cohort.device).expand(cohort.population, *x.shape), one), 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Every client goes on from its own model."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from coterie.cohort import Cohort
+from coterie.executors.fused import Fused
 from coterie.executors.sequential import Sequential
 from coterie.executors.vectorised import Vectorised
 
-EXECUTORS: dict[str, type[Cohort]] = {"sequential": Sequential, "vectorised": Vectorised}
+EXECUTORS: dict[str, type[Cohort]] = {"sequential": Sequential, "vmap": Vectorised, "vectorised": Fused}
 
 
 def find_executor(name: str) -> type[Cohort]:

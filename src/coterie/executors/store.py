@@ -30,6 +30,7 @@ class Store:
         self.federation = federation
         self.device = device
         self._packed: dict[str, Packed] = {}
+        self._grams: dict[bytes, Tensor] = {}
 
     def rows(self, part: str, clients: Tensor) -> Data:
         """The rows of these clients as one `Data` (c, n, …) with n the size of the largest."""
@@ -46,6 +47,16 @@ class Store:
             x, y = packed.x[at], packed.y[at]
             mask = (step < sizes[:, None]).float()
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
+
+    def gram(self, clients: Tensor, x: Tensor) -> Tensor:
+        """XXᵀ of these clients' training rows (c, n, n), kept for the next round while memory allows."""
+        name = clients.numpy().tobytes()
+        if name not in self._grams:
+            made = x @ x.transpose(-1, -2)
+            if nbytes(self._grams) + nbytes(made) > free_memory(self.device) / 4:
+                return made
+            self._grams[name] = made
+        return self._grams[name]
 
     def _resident(self, part: str) -> Packed:
         if part not in self._packed:

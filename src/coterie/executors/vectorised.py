@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class Vectorised(Cohort):
     """Chunks of clients, each a single batched computation; sums are added chunk by chunk.
 
     Clients are sorted by size, so that a small client is never padded to the length of a large one. How many go into
-    a chunk follows from the free memory and from what one client was seen to need; the choice is in the log.
+    a chunk follows from the free memory and from what one client was seen to need. Steps with a plan that
+    `executors.fused` knows are done its way. Every such choice is in the log.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,12 +40,15 @@ class Vectorised(Cohort):
             sent = shared if rows is None else take(shared, rows[at])
             return run(sent, self._local(step, at))
 
+        for at in self._chunks(name, replies, CACHED):
+            reply = replies(at)
+            self._remember(at, reply.memory)
+            yield at, reply
+
+    def _chunks(self, name: str, work: Callable[[Tensor], Any], cached: int) -> Iterator[Tensor]:
+        """Positions of clients that go together, all buckets of them."""
         for bucket in buckets(self.sizes, known=self._has_memory()):
-            size = self._chunk(name, bucket, replies)
-            for at in bucket.split(size):
-                reply = replies(at)
-                self._remember(at, reply.memory)
-                yield at, reply
+            yield from bucket.split(self._chunk(name, bucket, work, cached))
 
     def _local(self, step: ClientStep, at: Tensor) -> Local:
         clients = self.clients[at]
@@ -62,16 +66,17 @@ class Vectorised(Cohort):
             for position, i in enumerate(self.clients[at].tolist()):
                 self.ledger.memory[i] = take(memory, position)
 
-    def _chunk(self, name: str, bucket: Tensor, replies: Any) -> int:
+    def _chunk(self, name: str, bucket: Tensor, work: Callable[[Tensor], Any], cached: int) -> int:
         """Clients per chunk for this step and client size: what fits, and on a CPU no more than its cache likes."""
         rows = int(self.sizes[bucket].max())
         label = f"{name} on {rows} {self.part} rows"
         if label not in self.ledger.chunks:
+            work(bucket[:2])  # once before, so that what is made once and kept is not counted
             with Peak() as probe:  # two clients, so that every batched operation is really batched
-                replies(bucket[:2])
+                work(bucket[:2])
             each = max(1, probe.peak // len(bucket[:2]))
             free = free_memory(self.device)
-            room = free * SHARE if self.device.type != "cpu" else min(free * SHARE, CACHED)
+            room = free * SHARE if self.device.type != "cpu" else min(free * SHARE, cached)
             size = max(1, int(room // each))
             if each > free:
                 raise ValueError(
@@ -132,7 +137,9 @@ class Peak(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in leaves((args, kwargs))}
         out = func(*args, **(kwargs or {}))
+        self._seen |= given  # what was there before, and views of it, cost nothing
         for tensor in leaves(out):
             storage = tensor.untyped_storage()
             if (mark := storage.data_ptr()) not in self._seen:

@@ -1,0 +1,97 @@
+"""A model taken apart after its first layer, where that layer is linear.
+
+Full-batch training of such a model needs no copy of the first weight matrix per client: `executors.fused` says why.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from coterie.tree import Params
+
+
+class FirstLinear(NamedTuple):
+    """A model as z = xWᵀ + b and what comes after.
+
+    Attributes:
+        weight: The name of W.
+        bias: The name of b, None where there is none.
+        loss: `loss(rest, z, y) -> (n,)`: the loss of each row, from the other parameters and z (n, h).
+    """
+
+    weight: str
+    bias: str | None
+    loss: Callable[[Params, Tensor, Tensor], Tensor]
+
+
+class _Given(nn.Module):
+    """Stands in for a layer whose output is known."""
+
+    def __init__(self, z: Tensor) -> None:
+        super().__init__()
+        self.z = nn.Parameter(z)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.z
+
+
+def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> FirstLinear | None:
+    """Split a module after its first layer; None if that is not a linear map of the flattened rows alone.
+
+    It is told by behaviour, not by type: the layer must see exactly the flattened rows, and the output must depend on
+    them through that layer only.
+
+    Args:
+        module: The model, with real parameters.
+        loss: `loss(output, y) -> (n,)`.
+        x: Two rows to try it on.
+    """
+    name = next((n for n, layer in module.named_modules() if isinstance(layer, nn.Linear)), None)
+    if name is None or not torch.is_floating_point(x):
+        return None
+    layer = module.get_submodule(name)
+    seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        out = module(x)
+    handle.remove()
+    if len(seen) != 1 or len(seen[0]) != len(x) or not torch.equal(seen[0].flatten(1), x.flatten(1)):
+        return None
+    prefix = f"{name}." if name else ""
+    with torch.no_grad():
+        z = layer(x.flatten(1))
+    after = _replaced(module, name, _Given(z))
+    with torch.no_grad():
+        same = torch.equal(after(x), out) and torch.equal(after(x.flip(0) + 1), out)
+    if not same or _tied(module, layer):
+        return None
+    skeleton = after.to("meta")
+
+    def rest_loss(rest: Params, z: Tensor, y: Tensor) -> Tensor:
+        anything = z.new_zeros(()).expand(len(z), *x.shape[1:])  # the stand-in does not look at it
+        return loss(functional_call(skeleton, {**rest, f"{prefix}z": z}, (anything,)), y)
+
+    bias = f"{prefix}bias" if layer.bias is not None else None
+    return FirstLinear(f"{prefix}weight", bias, rest_loss)
+
+
+def _replaced(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    if not name:  # the module is itself the layer
+        return layer
+    other = copy.deepcopy(module)
+    parent, _, own = name.rpartition(".")
+    setattr(other.get_submodule(parent), own, layer)
+    return other
+
+
+def _tied(module: nn.Module, layer: nn.Module) -> bool:
+    """Whether the layer's parameters are used elsewhere in the module too."""
+    own = {id(p) for p in layer.parameters()}
+    uses = sum(id(p) in own for m in module.modules() for p in m.parameters(recurse=False))
+    return uses != len(own)
