@@ -43,8 +43,11 @@ class Scores:
 
     @property
     def per_cluster(self) -> dict[int, float]:
-        """The mean over the clients of each cluster that has any."""
-        return {int(j): float(np.nanmean(self.per_client[self.labels == j])) for j in np.unique(self.labels)}
+        """The mean over the clients of each cluster that has any with a score."""
+        scored = ~np.isnan(self.per_client)
+        count = np.bincount(self.labels[scored])
+        total = np.bincount(self.labels[scored], self.per_client[scored])
+        return {int(j): float(total[j] / count[j]) for j in np.flatnonzero(count)}
 
     @property
     def clustering(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ def groups(fig: Any, run: Path, federation: Federation, samples: int = 12) -> No
         strip = np.concatenate([np.pad(image.squeeze().numpy(), 1) for image in picked], axis=1)
         axes.imshow(strip, cmap="gray_r")
         axes.set_axis_off()
-        score = result["per_cluster"][str(int(j))]
+        score = result["per_cluster"].get(str(int(j)), float("nan"))
         axes.set_title(f"group {j}: {len(clients)} clients, {result['metric']} {score:.3f}", loc="left", fontsize=9)
 
 

@@ -212,7 +212,8 @@ class _Loop:
         score, each = None, None
         if (t + 1) % self.every == 0 or t + 1 == self.rounds:
             scores = evaluate(self.algorithm, state, self.cohort.at(t))
-            score, each = scores.mean, [scores.per_cluster.get(j) for j in range(clusters)]
+            score, own = scores.mean, scores.per_cluster
+            each = [own.get(j) for j in range(clusters)]
         listed = clusters <= LISTED
         return {
             "round": t + 1,

@@ -39,13 +39,15 @@ def show(path: Path) -> None:
     result, config = info["result"], info["config"]
     console.print(_run_line(info))
     table = _table("cluster", ">clients", f">{result['metric']}", "true groups")
-    for j, score in result["per_cluster"].items():
-        members = [i for i, label in enumerate(result["labels"]) if label == int(j)]
+    found = sorted(set(result["labels"]))
+    for j in found[:40]:
+        members = [i for i, label in enumerate(result["labels"]) if label == j]
         true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
-        table.add_row(j, str(len(members)), f"{score:.4f}", ", ".join(f"{g} ({n})" for g, n in true))
-        if table.row_count == 40:
-            console.print(f"(the first 40 of {len(result['per_cluster'])} clusters)")
-            break
+        score = result["per_cluster"].get(str(j))  # none if no member has test rows
+        told = ", ".join(f"{g} ({n})" for g, n in true)
+        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", told)
+    if len(found) > 40:
+        console.print(f"(the first 40 of {len(found)} clusters)")
     console.print(table)
     history = read_history(path)
     metric = result["metric"]

@@ -234,7 +234,7 @@ def descend(
         if q == 0:
             z = first
         else:
-            z = torch.add(first, kernel[:, None] @ moved) if kernel is not None else rows @ moved.transpose(-1, -2)
+            z = rows @ moved.transpose(-1, -2) if kernel is None else _add_product(first, kernel, moved)
         at_z, own, now = gradients(split, data, rest, z)
         loss = now if q == 0 else loss
         down = at_z if start is None else at_z.transpose(-1, -2) @ rows
@@ -243,9 +243,16 @@ def descend(
         if plan.prox:
             down = down + plan.prox * (moved if start is None else moved - start)
             own = tree_map(lambda g, p, p0: g + plan.prox * (p - p0), own, rest, begin)
-        moved = moved - lr * down
-        rest = tree_map(lambda p, g: p - lr * g, rest, own)
+        moved = torch.addcmul(moved, down, lr, value=-1)
+        rest = tree_map(lambda p, g: torch.addcmul(p, g, lr, value=-1), rest, own)
     return moved, rest, loss
+
+
+def _add_product(first: Tensor, kernel: Tensor, moved: Tensor) -> Tensor:
+    """Add kernel @ moved to first, for kernels (c, n, n) shared by all starts; one pass over memory where it can be."""
+    if first.shape[1] == 1:
+        return torch.baddbmm(first[:, 0], kernel, moved[:, 0])[:, None]
+    return first + kernel[:, None] @ moved
 
 
 def gradients(split: FirstLinear, data: Data, rest: Params, z: Tensor) -> tuple[Tensor, Params, Tensor]:

@@ -51,15 +51,19 @@ class Vectorised(Cohort):
             yield from bucket.split(self._chunk(name, bucket, work, cached))
 
     def _local(self, step: ClientStep, at: Tensor) -> Local:
-        clients = self.clients[at]
-        draws = [self._draws(step, i, n) for i, n in zip(clients.tolist(), self.sizes[at].tolist(), strict=True)]
-        memory = [self.ledger.memory.get(i, ()) for i in clients.tolist()]
-        data = self._store.rows(self.part, clients)
-        return Local(data, tree_map(lambda x: x.to(self.device), _stack_draws(draws)), stack(memory))
+        clients, draws, memory = self.clients[at], (), ()
+        if step.draw is not None:
+            each = zip(clients.tolist(), self.sizes[at].tolist(), strict=True)
+            draws = tree_map(lambda x: x.to(self.device), _stack_draws([self._draws(step, i, n) for i, n in each]))
+        if self.ledger.memory:
+            memory = stack([self.ledger.memory.get(i, ()) for i in clients.tolist()])
+        return Local(self._store.rows(self.part, clients), draws, memory)
 
     def _has_memory(self) -> Tensor:
         kept = self.ledger.memory
-        return torch.tensor([i in kept for i in self.clients.tolist()] if kept else [False] * len(self))
+        if not kept:
+            return torch.zeros(len(self), dtype=torch.bool)
+        return torch.tensor([i in kept for i in self.clients.tolist()])
 
     def _remember(self, at: Tensor, memory: Any) -> None:
         if leaves(memory):
