@@ -29,7 +29,7 @@ def test_select_keeps_names_and_with_them_the_random_numbers():
     [
         ({"train": []}, "at least one client, got 0"),
         ({"train": [client(), client(0)]}, "client 1: has no train rows"),
-        ({"train": [client(), client(d=3)]}, "client 1: rows have shape (3,), those of client 0 (2,)"),
+        ({"train": [client(), client(d=3)]}, "client 1: its rows have shape (3,), the rows of client 0 (2,)"),
         ({"train": [client(), (np.zeros((3, 2)), np.zeros(2))]}, "client 1: has 3 rows of x but 2 of y"),
         (
             {"train": [client(), client(4, value=np.nan)]},
@@ -37,6 +37,11 @@ def test_select_keeps_names_and_with_them_the_random_numbers():
         ),
         ({"train": [client(), client(value=np.inf)], "ids": ["a", "b"]}, "client 'b': 3 of its 3 train rows"),
         ({"train": [client()], "test": [client(value=np.nan)]}, "client 0: 3 of its 3 test rows"),
+        (
+            {"train": [client()], "test": [client(d=3)]},
+            "client 0: its test rows have shape (3,), the rows of client 0 (2,)",
+        ),
+        ({"train": [(np.zeros((2, 1)), ["a", "b"])]}, "client 0: its rows cannot be read as an array of numbers"),
         ({"train": [client()], "groups": [0, 1]}, "groups is given for 2 clients, but there are 1"),
         ({"train": [client(), client()], "ids": ["a", "a"]}, "two clients are called 'a'"),
     ],

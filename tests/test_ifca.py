@@ -155,6 +155,14 @@ def test_farthest_first_takes_one_client_of_each_group():
     assert sorted(weights(after)) == pytest.approx([0, 5, 9], abs=1e-3)
 
 
+def test_farthest_first_does_not_take_models_of_a_handful_of_rows():
+    slopes = (0.0, 0.0, 0.0, 5.0, 5.0, 5.0, 40.0)
+    clients = [(torch.ones(n, 1), torch.full((n,), s)) for n, s in zip((9, 9, 9, 9, 9, 9, 1), slopes, strict=True)]
+    algorithm = ct.IFCA(2, lr=0.25, tau=1, init=ct.FarthestFirst(steps=30))
+    cohort = EXECUTORS["vectorised"](ct.Federation.from_clients(clients), LINE, Key.of(0), torch.device("cpu"))
+    assert sorted(weights(algorithm.start(LINE, cohort.at(0), Key.of(0)))) == pytest.approx([0, 5], abs=1e-3)
+
+
 def test_balanced_start_is_bounded_and_better_than_the_worst():
     federation = line(0, 0, 1, 1)
     after, _, _ = one_round(ct.IFCA(2, lr=0.01, tau=1, init=ct.Balanced(share=1.0, tries=30)), federation)
@@ -185,6 +193,10 @@ def test_printed_normaliser_lets_models_die_and_cluster_size_does_not():
         ({"k": 2, "average": "median"}, "IFCA: average must be 'model' or 'gradient', got 'median'"),
         ({"k": 2, "shared": ("head",)}, "IFCA: shared names 'head', but the model's parameters are weight"),
         ({"k": 2, "resample": 5}, "resample=5 needs at least 10 rows on every client, but client 0 has 1"),
+        (
+            {"k": 2, "resample": 1, "restarts": 2, "holdout": 0.5},
+            "needs at least 2 rows on every client, but client 0 has 1",
+        ),
         ({"k": 2, "init": "farthest"}, "got 'farthest'; did you mean 'farthest_first'?"),
         ({"k": 2, "init": models(1)}, "init: 2 models are wanted, one per cluster, got 1"),
         ({"k": 1, "init": [{"w": torch.zeros(1)}]}, "init: model 0 has parameters"),

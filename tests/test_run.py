@@ -139,7 +139,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
                 process.send_signal(signal.SIGINT)
                 break
         _, errors = process.communicate(timeout=60)
-    assert "interrupted after round 3 of 12; go on with resume=True (--resume) and the folder" in errors
+    assert "interrupted after round 3 of 12; go on with --resume (in Python, resume=True) and the folder" in errors
     assert (tmp_path / "run" / "checkpoints" / "round-000003.safetensors").exists()
 
 
@@ -200,7 +200,7 @@ def test_a_start_that_diverges_says_so():
     ("settings", "message"),
     [
         ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
-        ({"executor": "ray"}, "executor must be one of sequential, vectorised, got 'ray'"),
+        ({"executor": "ray"}, "executor must be one of sequential, vmap, vectorised, got 'ray'"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
         ({"resume": True}, "resume=True needs out"),
     ],

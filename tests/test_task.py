@@ -67,6 +67,7 @@ def test_a_layer_that_cannot_be_drawn_anew_is_refused_but_a_builder_works():
     ("x", "y", "message"),
     [
         (torch.zeros(2, 5), torch.tensor([0, 1]), "client 0: MLP does not take rows of shape (5,)"),
+        (torch.zeros(2, 4).long(), torch.tensor([0, 1]), "MLP does not take rows of shape (4,) and type torch.int64"),
         (torch.zeros(2, 4), torch.tensor([0, 9]), "client 0: labels run from 0 to 9, but the model has classes 0 to 1"),
         (torch.zeros(2, 4), torch.tensor([0.0, 1.0]), "client 0: labels must be whole numbers"),
     ],

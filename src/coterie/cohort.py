@@ -1,7 +1,8 @@
 """A cohort: the only way an algorithm reaches clients.
 
-It has two verbs. `combine` returns sums by slot, which is what secure aggregation can compute; `gather` returns every
-client's reply, which it cannot. So the verb that an algorithm uses states what its server gets to see.
+It has two verbs. `combine` returns sums of updates by slot, which is what secure aggregation can compute, and every
+client's diagnostics; `gather` returns every client's reply. So the verb that an algorithm uses states what its server
+gets to see of the updates.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class Federation:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
         """
         names = tuple(str(i) for i in ids) if ids is not None else None
-        pairs = _as_tensors(train, names)
-        tests = None if test is None else _as_tensors(test, names, like=pairs[0][0] if pairs else None)
+        pairs = _as_tensors(train, names, "rows")
+        tests = None if test is None else _as_tensors(test, names, "test rows", like=pairs[0][0] if pairs else None)
         if not pairs:
             raise ValueError("Federation: there must be at least one client, got 0")
         truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
@@ -119,7 +119,7 @@ class Federation:
 
     def split(self, name: str) -> Packed:
         """The rows called "train" or "test"; a federation without test rows is tested on its training rows."""
-        return self.test if name == "test" and self.test is not None else self.train
+        return self.test if name == "test" and self.test is not None and len(self.test.x) else self.train
 
     def select(self, clients: Sequence[int] | Tensor) -> Federation:
         """The federation of these clients, in this order, under their old names."""
@@ -169,18 +169,24 @@ def _complaint(task: Task, x: Tensor, y: Tensor) -> str | None:
 
 
 def _as_tensors(
-    clients: Sequence[tuple[Array, Array]], names: tuple[str, ...] | None, like: Tensor | None = None
+    clients: Sequence[tuple[Array, Array]], names: tuple[str, ...] | None, what: str, like: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    def tensor(a: Array) -> Tensor:
-        t = torch.as_tensor(a)
+    def name(i: int) -> str:
+        return f"client '{names[i]}'" if names is not None and i < len(names) else f"client {i}"
+
+    def tensor(i: int, a: Array) -> Tensor:
+        try:
+            t = torch.as_tensor(a)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name(i)}: its {what} cannot be read as an array of numbers ({error})") from None
         return t.float() if t.dtype == torch.float64 else t
 
-    pairs = [(tensor(x), tensor(y)) for x, y in clients]
+    pairs = [(tensor(i, x), tensor(i, y)) for i, (x, y) in enumerate(clients)]
     for i, (x, y) in enumerate(pairs):
-        who = f"client '{names[i]}'" if names is not None and i < len(names) else f"client {i}"
         first = pairs[0][0] if like is None else like
         if len(x) != len(y):
-            raise ValueError(f"{who}: has {len(x)} rows of x but {len(y)} of y")
+            raise ValueError(f"{name(i)}: has {len(x)} {what} of x but {len(y)} of y")
         if x.shape[1:] != first.shape[1:]:
-            raise ValueError(f"{who}: rows have shape {tuple(x.shape[1:])}, those of client 0 {tuple(first.shape[1:])}")
+            shapes = tuple(x.shape[1:]), tuple(first.shape[1:])
+            raise ValueError(f"{name(i)}: its {what} have shape {shapes[0]}, the rows of {name(0)} {shapes[1]}")
     return pairs

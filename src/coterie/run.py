@@ -233,10 +233,10 @@ class _Loop:
         if not bad:
             return
         self._checkpoint(force=True)
-        where = f" and in {self.record.path}" if self.record else ""
+        where = f"in {self.record.path}" if self.record else "in the error's .run"
         raise Diverged(
             f"round {t + 1}: the loss of cluster {_names(bad)} is no longer finite; a smaller lr usually helps. "
-            f"The state after round {t} is kept in the error's .run{where}",
+            f"The state after round {t} is kept {where}",
             self._result(),
         )
 
@@ -279,6 +279,9 @@ class _Loop:
 
     def _finish(self) -> Run:
         run = self._result()
+        first, last = self.history[0]["loss"], self.history[-1]["loss"]
+        if last > first:
+            log.warning("the loss went up, from %.4g to %.4g; a smaller lr usually helps", first, last)
         if self.record:
             self._checkpoint(force=True)
             self.record.finish(self.algorithm.models(self.state), _summary(run))
@@ -332,7 +335,7 @@ def _interrupted(done: int, rounds: int, record: Record | None) -> str:
     done_so_far = f"\ninterrupted after round {done} of {rounds}"
     if record is None:
         return f"{done_so_far}; nothing was kept, because fit() was given no out folder"
-    return f"{done_so_far}; go on with resume=True (--resume) and the folder {record.path}"
+    return f"{done_so_far}; go on with --resume (in Python, resume=True) and the folder {record.path}"
 
 
 def _say(message: str) -> None:

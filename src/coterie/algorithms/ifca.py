@@ -301,11 +301,14 @@ class IFCA(LocalTraining, Algorithm):
         for name in self.shared:
             if name not in names:
                 raise ValueError(f"IFCA: shared names '{name}', but the model's parameters are {', '.join(names)}")
-        if self.resample and (least := int(cohort.sizes.min())) < 2 * self.resample:
-            i = int(cohort.sizes.argmin())
+        least = int(cohort.sizes.min())
+        kept = least - int(self.holdout * least) if self._holds_out else least
+        if self.resample and kept < 2 * self.resample:
+            who = cohort.federation.name(int(cohort.sizes.argmin()))
+            aside = f", {least - kept} of them held out" if kept < least else ""
             raise ValueError(
                 f"IFCA: resample={self.resample} needs at least {2 * self.resample} rows on every client, but "
-                f"{cohort.federation.name(i)} has {least}"
+                f"{who} has {least}{aside}"
             )
 
 

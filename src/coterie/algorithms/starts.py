@@ -76,7 +76,8 @@ class Balanced(Start):
 class FarthestFirst(Start):
     """Train some clients alone from one start, then repeatedly take the model of the client that is served worst.
 
-    It needs `gather`: the server sees those clients' models.
+    Only clients with at least the median number of rows are taken: a model of a handful of rows is an outlier that
+    serves nobody. It needs `gather`: the server sees those clients' models.
 
     Args:
         clients: How many clients train, at most.
@@ -92,10 +93,13 @@ class FarthestFirst(Start):
         """Train, then choose k of the trained models."""
         some = cohort.sample(max(k, self.clients) / len(cohort))
         start, rate = task.init(key.fold(0)), torch.tensor(lr if self.lr is None else self.lr)
-        trained = some.gather(self.train, {"theta": start, "lr": rate}).update  # (clients, …)
+        reply = some.gather(self.train, {"theta": start, "lr": rate})
+        trained, rows = reply.update, reply.weight
+        few = rows < rows.median() if 2 * k <= len(some) else torch.zeros_like(rows, dtype=torch.bool)
         served = some.gather(self.loss, start).note["loss"]
         taken: list[int] = []
         while len(taken) < k:
+            served[few] = -torch.inf
             served[taken] = -torch.inf  # a client is never taken twice
             taken.append(int(served.argmax()))
             own = some.gather(self.loss, take(trained, taken[-1])).note["loss"]
@@ -107,7 +111,7 @@ class FarthestFirst(Start):
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             end = local_update(task, sent["theta"], local.data, lr=sent["lr"], tau=self.steps)
-            return Reply(end, torch.ones(()), torch.zeros((), dtype=torch.long), {})
+            return Reply(end, local.data.mask.sum(), torch.zeros((), dtype=torch.long), {})
 
         return ClientStep(run)
 

@@ -69,12 +69,16 @@ def fetch(name: str, url: str, sha256: str) -> Path:
                 f"{name} is not in {folder()} and could not be downloaded from {url} ({error}); "
                 "set COTERIE_DATA to a folder that has it"
             ) from error
+        _verify(content, sha256, url)
         with atomic(path) as part:
             part.write_bytes(content)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != sha256:
-        raise ValueError(f"{path} is not the file it should be: its sha256 is {digest}, expected {sha256}; delete it")
+    _verify(path.read_bytes(), sha256, str(path))
     return path
+
+
+def _verify(content: bytes, sha256: str, where: str) -> None:
+    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+        raise ValueError(f"{where} is not the file it should be: its sha256 is {digest}, expected {sha256}")
 
 
 def deal(

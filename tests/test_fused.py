@@ -1,0 +1,101 @@
+"""The fused executor: exact wherever it is taken, and taken only where it is exact."""
+
+import pytest
+import torch
+from torch import nn
+
+import coterie as ct
+from coterie.executors import EXECUTORS
+from coterie.key import Key
+from coterie.tree import flat
+
+CPU = torch.device("cpu")
+
+
+def deep(d, classes):
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(d, 24), nn.Tanh(), nn.Linear(24, 16), nn.GELU(), nn.Linear(16, classes)
+    )
+
+
+class Skip(nn.Module):
+    """Uses its input twice, so the first layer's output is not all there is to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.b(self.a(x.flatten(1)) + x.flatten(1))
+
+
+class Tied(nn.Module):
+    """Uses its first weights twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+        self.again = self.a
+
+    def forward(self, x):
+        return self.head(self.again(self.a(x.flatten(1)).relu()))
+
+
+def after(executor, algorithm, task, federation, rounds):
+    cohort = EXECUTORS[executor](federation, task, Key.of(0), CPU)
+    state = algorithm.start(task, cohort.at(0), Key.of(0))
+    for t in range(rounds):
+        state, report = algorithm.round(state, cohort.at(t))
+    return algorithm.models(state), algorithm.labels(state), report.loss, cohort.ledger
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [ct.IFCA(3), ct.IFCA(3, patience=2), ct.IFCA(2, restarts=3, holdout=0.0, init="random"), ct.FedAvg(prox=0.5),
+     ct.LocalOnly(), ct.IFCA(2, average="gradient", weights="size")],
+    ids=["ifca", "patient", "restarts", "fedprox", "local", "gradient"],
+)  # fmt: skip
+def test_twenty_rounds_on_ragged_clients_equal_the_reference(algorithm, ragged):
+    task = ct.Task.classifier(deep(64, 10))
+    models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 20)
+    reference, truth, slow, other = after("sequential", algorithm, task, ragged, 20)
+    assert any(name.startswith("fused") for name in ledger.chunks)
+    assert float((flat(models) - flat(reference)).abs().max() / flat(reference).abs().max()) < 1e-4
+    assert torch.equal(labels, truth) and torch.allclose(loss, slow, atol=1e-5)
+    assert (ledger.bytes_down, ledger.bytes_up) == (other.bytes_down, other.bytes_up)
+
+
+@pytest.mark.parametrize(("rows", "features"), [(8, 20), (20, 20), (40, 5)], ids=["dual", "square", "primal"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_squared_loss(rows, features, bias):
+    federation = ct.data.linear_mixture(12, rows, features, 2)
+    task = ct.Task.regressor(ct.models.Linear(features, 1, bias=bias))
+    fast, slow = (after(e, ct.IFCA(2, lr=0.02), task, federation, 10) for e in ("vectorised", "sequential"))
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5) and torch.equal(fast[1], slow[1])
+
+
+@pytest.mark.parametrize("module", [ct.models.MLP(64, 16, 10), ct.models.Linear(64, 10), deep(64, 10)])
+def test_models_with_a_linear_first_layer_are_recognised(module):
+    x = torch.randn(2, 1, 8, 8)
+    split = ct.Task.classifier(module).split(x)
+    layer = module.get_submodule(split.weight.rpartition(".")[0])
+    rest = {n: p for n, p in module.named_parameters() if n not in (split.weight, split.bias)}
+    y = torch.tensor([3, 4])
+    expected = nn.functional.cross_entropy(module(x), y, reduction="none")
+    z = nn.functional.linear(x.flatten(1), layer.weight, layer.bias)
+    assert torch.allclose(split.loss(rest, z, y), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [Skip(), Tied(), ct.models.CNN((1, 8, 8), 10, (2, 2), 3, 4)])
+def test_other_models_are_left_to_vmap_and_the_log_says_so(module):
+    task = ct.Task.classifier(module)
+    assert task.split(torch.randn(2, 1, 8, 8)) is None
+    *_, ledger = after("vectorised", ct.FedAvg(tau=1), task, ct.data.digits(2), 1)
+    assert any("not fused: the model's first layer is not a linear map" in m for m in ledger.messages)
+
+
+def test_minibatches_and_held_out_rows_have_no_plan():
+    task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+    assert ct.IFCA(2).step(task).plan is not None
+    for algorithm in (ct.IFCA(2, batch=4), ct.IFCA(2, restarts=2), ct.IFCA(2, resample=2), ct.FedAvg(batch=3)):
+        assert algorithm.step(task).plan is None
