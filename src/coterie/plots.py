@@ -25,6 +25,7 @@ def tidy(axes: Any) -> None:
     """Take away what carries no information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
 
 
 def save(fig: Any, path: Path) -> None:

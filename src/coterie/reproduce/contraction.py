@@ -74,11 +74,17 @@ def draw(result: dict[str, Any], path: Path) -> None:
     first = next(iter(result["curves"].values()))[0]
     left.semilogy([first / 2**t for t in range(8)], "k--", lw=1, label="halved each round")
     left.set_xlabel("round")
+    left.set_xticks(range(0, len(next(iter(result["curves"].values()))), 4))
     left.set_ylabel("largest error ‖θ_j − θ*_j‖")
     left.legend(fontsize=7, frameon=False)
     size, floor = [r["mn'"] for r in result["rows"]], [r["floor"] for r in result["rows"]]
     right.loglog(size, floor, "o", color=plots.COLOURS[0], label=f"measured, slope {result['slope']:.2f}")
-    right.loglog(size, [floor[0] * (size[0] / s) ** 0.5 for s in size], "k--", lw=1, label="1/√(mn')")
+    line = sorted(set(size))
+    right.loglog(line, [floor[0] * (size[0] / s) ** 0.5 for s in line], "k--", lw=1, label="1/√(mn')")
+    right.set_xticks(line, [f"{s:,}" for s in line])
+    right.minorticks_off()
+    marks = [max(floor), (max(floor) * min(floor)) ** 0.5, min(floor)]
+    right.set_yticks(marks, [f"{v:.4f}" for v in marks])
     right.set_xlabel("rows of all clients in a round, mn'")
     right.set_ylabel("floor of the error")
     right.legend(fontsize=8, frameon=False)
