@@ -129,6 +129,12 @@ def test_list_names_everything(coterie):
         (("kind = ", "kin = "), "[task] has no key 'kin'; did you mean 'kind'?"),
         (("k = 4", 'k = 4\ninit = { name = "farthest_first", step = 3 }'), "[algorithm.init] has no key 'step'"),
         (("rounds = 8", "rounds = "), "Invalid value"),
+        (("clients = 16", 'clients = "x"'), "[data] clients must be a whole number, got 'x'"),
+        (("sizes = [64, 16, 10]", "sizes = 3"), "[task.model] sizes must be a list, got 3"),
+        (("sizes = [64, 16, 10]", 'sizes = ["a", 3]'), "[task.model] sizes must be a whole number, got 'a'"),
+        (("clients = 16", "clients = 16\nchange = 3"), "[data] change must be a list of tables, got 3"),
+        (("[algorithm]", "[[algorithm]]"), "the configuration has no [algorithm] table"),
+        (("clients = 16", "clients = 16\ngroups = 0"), "groups must be 1 to 4"),
         (("k = 4", 'k = 4\nlr = 1e9\ninit = "random"'), "is no longer finite"),
     ],
 )
@@ -151,6 +157,35 @@ def test_bad_commands(coterie, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     code, _, errors = coterie(*words)
     assert code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_begin(coterie, config, tmp_path):
+    out = tmp_path / "run"
+    coterie("run", config, "--out", out)
+    before = (out / "final" / "result.json").read_bytes()
+    code, _, errors = coterie("run", config, "--out", out, "--overwrite", "--set", "algorithm.k=17")
+    assert code == 2 and "at most the number of clients" in errors
+    assert (out / "final" / "result.json").read_bytes() == before
+    assert coterie("demo", "--out", tmp_path)[0] == 0  # it has no run of its name yet
+    assert (out / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "needs a header with a column 'y'"),
+        ("a,y\n1,2,3\n", "line 2 has 3 values, the header 2"),
+        ("a,y\nx,2\n", "column 'a': could not convert string to float"),
+        ("a,y\n1,0.5\n", "labels must be whole numbers, got 0.5"),
+        ("a,y,client\n1,0,b\nnan,0,c\n", "client 'c': 1 of its 1 train rows have a value of x that is NaN"),
+        ("a,y,client\n1,0,b\n1,0,c\n", "client 'b': MLP does not take rows of shape (1,)"),
+    ],
+)
+def test_bad_files_to_assign(coterie, config, tmp_path, content, message):
+    coterie("run", config, "--out", tmp_path / "run", "--set", "run.rounds=1")
+    (tmp_path / "new.csv").write_text(content)
+    code, _, errors = coterie("assign", tmp_path / "run", tmp_path / "new.csv")
+    assert code == 2 and message in errors and errors.count("\n") == 1, errors
 
 
 def test_set_needs_a_table_and_a_value(coterie, config):

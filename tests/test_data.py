@@ -96,6 +96,8 @@ def test_linear_mixture_is_what_it_says():
         (lambda: ct.data.rotate(ct.data.linear_mixture(2, 3, 4)), "rows must be images, got rows of shape (4,)"),
         (lambda: ct.data.permute_labels(ct.data.digits(2), 4), "2 clients cannot form 4 groups"),
         (lambda: ct.data.permute_labels(ct.data.linear_mixture(2, 3, 4)), "labels must be whole numbers"),
+        (lambda: ct.data.linear_mixture(4, 3, 2, groups=0), "groups must be at least 1, got 0"),
+        (lambda: ct.data.rotated_digits(4, groups=0), "groups must be 1 to 4"),
         (lambda: ct.data.dirichlet(ct.data.digits(2), alpha=0), "alpha must be above 0, got 0"),
         (lambda: ct.data.mixture(ct.data.digits(2), p=2), "p must be between 0 and 1, got 2"),
     ],

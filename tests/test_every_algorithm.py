@@ -62,7 +62,8 @@ def cohort_of(federation, task, executor="sequential", seed=0):
 def rounds_of(algorithm, cohort, rounds, seed=0):
     state = algorithm.start(cohort.task, cohort.at(0), Key.of(seed))
     for t in range(rounds):
-        state, report = algorithm.round(state, cohort.at(t))
+        if not algorithm.done(state):
+            state, report = algorithm.round(state, cohort.at(t))
     return state, report
 
 
@@ -91,9 +92,9 @@ def test_same_key_same_result(algorithm, task, ragged):
 @every_case
 def test_round_leaves_its_input_alone(algorithm, task, ragged):
     cohort = cohort_of(ragged, task, "vectorised")
-    state, _ = rounds_of(algorithm, cohort, 2)
+    state, _ = rounds_of(algorithm, cohort, 1)
     copy = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
-    algorithm.round(state, cohort.at(2))
+    algorithm.round(state, cohort.at(1))
     assert_same(state, copy)
 
 

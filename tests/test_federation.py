@@ -16,6 +16,11 @@ def test_clients_are_read_back_as_they_were_given():
     assert fed.split("test") is fed.train  # tested on its training rows where there are no others
 
 
+def test_renumbering_clients_without_names_keeps_their_numbers():
+    fed = Federation.from_clients([client() for _ in range(4)])
+    assert fed.select([3, 1]).numbers.tolist() == [3, 1] == fed.numbers[[3, 1]].tolist()
+
+
 def test_select_keeps_names_and_with_them_the_random_numbers():
     fed = Federation.from_clients([client() for _ in range(4)])
     back = fed.select([3, 1])
@@ -42,6 +47,11 @@ def test_select_keeps_names_and_with_them_the_random_numbers():
             "client 0: its test rows have shape (3,), the rows of client 0 (2,)",
         ),
         ({"train": [(np.zeros((2, 1)), ["a", "b"])]}, "client 0: its rows cannot be read as an array of numbers"),
+        (
+            {"train": [client(), (np.zeros((3, 2)), np.zeros((3, 2)))]},
+            "client 1: its targets are torch.float32 of shape (2,)",
+        ),
+        ({"train": [(3.0, np.zeros(1))]}, "client 0: its rows must be an array with one entry per row"),
         ({"train": [client()], "groups": [0, 1]}, "groups is given for 2 clients, but there are 1"),
         ({"train": [client(), client()], "ids": ["a", "a"]}, "two clients are called 'a'"),
     ],

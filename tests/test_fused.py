@@ -3,11 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_unflatten
 
 import coterie as ct
 from coterie.executors import EXECUTORS
+from coterie.executors.fused import descend
+from coterie.executors.graphs import Recording, Replayed
 from coterie.key import Key
-from coterie.tree import flat
+from coterie.tree import flat, leaves
 
 CPU = torch.device("cpu")
 
@@ -86,12 +89,62 @@ def test_models_with_a_linear_first_layer_are_recognised(module):
     assert torch.allclose(split.loss(rest, z, y), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("module", [Skip(), Tied(), ct.models.CNN((1, 8, 8), 10, (2, 2), 3, 4)])
+class Tokens(nn.Module):
+    """Applies its first layer to each line of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.b(self.a(x[:, 0]).flatten(1))
+
+
+class Absolute(nn.Linear):
+    def forward(self, input):
+        return nn.functional.linear(input, self.weight.abs(), self.bias)
+
+
+ODD = nn.Sequential(nn.Flatten(), Absolute(64, 10))
+
+
+@pytest.mark.parametrize("module", [Skip(), Tied(), Tokens(), ODD, ct.models.CNN((1, 8, 8), 10, (2, 2), 3, 4)])
 def test_other_models_are_left_to_vmap_and_the_log_says_so(module):
     task = ct.Task.classifier(module)
     assert task.split(torch.randn(2, 1, 8, 8)) is None
     *_, ledger = after("vectorised", ct.FedAvg(tau=1), task, ct.data.digits(2), 1)
     assert any("not fused: the model's first layer is not a linear map" in m for m in ledger.messages)
+
+
+class Pretend(Replayed):
+    """Replays on a CPU, into the same memory each time, as a CUDA graph does."""
+
+    def record(self, flat, spec):
+        own = [x.clone() if isinstance(x, torch.Tensor) else x for x in flat]
+        outputs = self.function(*tree_unflatten(own, spec))
+
+        def replay():
+            for old, new in zip(leaves(outputs), leaves(self.function(*tree_unflatten(own, spec))), strict=True):
+                old.copy_(new)
+
+        return Recording(replay, [x for x in own if isinstance(x, torch.Tensor)], outputs)
+
+
+def test_what_is_replayed_is_never_overwritten():
+    double = Pretend(lambda tree, factor: {"out": tree["x"] * factor})
+    results = [double({"x": torch.full((3,), float(i))}, 2)["out"] for i in range(6)]
+    assert [r.tolist() for r in results] == [[2.0 * i] * 3 for i in range(6)]
+    assert double({"x": torch.ones(3)}, 5)["out"].tolist() == [5.0] * 3  # another constant is another recording
+
+
+@pytest.mark.parametrize("algorithm", [ct.IFCA(3), ct.LocalOnly()], ids=["ifca", "local"])
+def test_replayed_rounds_in_several_chunks_equal_plain_ones(algorithm, ragged, monkeypatch):
+    monkeypatch.setattr("coterie.executors.fused.CACHED", 1)  # one client a chunk
+    task = ct.Task.classifier(deep(64, 10))
+    plain = after("vectorised", algorithm, task, ragged, 6)
+    monkeypatch.setattr("coterie.executors.fused.descend", Pretend(descend))
+    replayed = after("vectorised", algorithm, task, ragged, 6)
+    assert torch.equal(flat(plain[0]), flat(replayed[0])) and torch.equal(plain[2], replayed[2])
 
 
 def test_minibatches_and_held_out_rows_have_no_plan():

@@ -149,6 +149,33 @@ def test_the_best_restart_is_kept_and_a_diverged_one_is_passed_over():
     assert algorithm.models(state)["weight"].flatten().tolist() == [2.0]
 
 
+def test_a_restart_that_diverges_leaves_the_others_alone():
+    federation = ct.data.linear_mixture(8, 20, 4)
+    task = ct.Task.regressor(ct.models.Linear(4, 1))
+
+    class OneHuge(Bernoulli):
+        def __call__(self, k, lr, task, cohort, key):
+            theta = super().__call__(k, lr, task, cohort, key)
+            return {n: x * (1e30 if key.path[-1] == 0 else 1.0) for n, x in theta.items()}
+
+    for executor in EXECUTORS:
+        run = ct.fit(
+            ct.IFCA(2, lr=0.05, restarts=3, holdout=0.0, init=OneHuge()), task, federation, rounds=6, executor=executor
+        )
+        assert torch.isfinite(run.state.quality).tolist() == [False, True, True] and run.score < 10
+
+
+def test_two_empty_clusters_are_revived_from_two_clients():
+    algorithm = ct.IFCA(3, lr=0.5, tau=1, revive=1, init=models(0, 999, -999))
+    after, _, _ = one_round(algorithm, line(0, 1, 8, 4))
+    assert sorted(weights(after)[1:]) == pytest.approx([4, 8]) and after.still == 0
+
+
+def test_resampling_ends_when_every_row_has_been_used():
+    run = ct.fit(ct.IFCA(1, lr=0.1, resample=3), LINE, line(1, 2, rows=6), rounds=7)
+    assert len(run.history) == 3
+
+
 def test_farthest_first_takes_one_client_of_each_group():
     federation = line(0, 0, 0, 0, 0, 0, 5, 9)
     after, _, _ = one_round(ct.IFCA(3, lr=0.25, tau=1, init=ct.FarthestFirst(steps=30)), federation)

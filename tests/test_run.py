@@ -26,7 +26,7 @@ federation = ct.data.rotated_digits(16, seed=0)
 def pause(row):
     print(row["round"], flush=True)
     time.sleep(float(sys.argv[3]))
-ct.fit(ct.IFCA(4, batch=8, fraction=0.5), task, federation, rounds=12, seed=5, out=sys.argv[1],
+ct.fit(ct.IFCA(4, patience=2), task, federation, rounds=12, seed=5, out=sys.argv[1],
        resume=sys.argv[2] == "resume", callbacks=[pause])
 """
 
@@ -115,12 +115,14 @@ def test_a_regression_has_no_accuracy():
         _ = run.accuracy
 
 
-def test_killed_at_any_moment_a_run_ends_as_if_never_stopped(tmp_path):
+@pytest.mark.parametrize("delay", [0.0, 0.04, 0.11])
+def test_killed_at_any_moment_a_run_ends_as_if_never_stopped(tmp_path, delay):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert finish(whole) == 0
-    with slow(killed, pause=0.3) as process:
+    with slow(killed, pause=0.05) as process:  # so that the kill falls into a round, a write or a pause
         for line in process.stdout:
-            if int(line) >= 5:
+            if int(line) >= 4:
+                time.sleep(delay)
                 process.send_signal(signal.SIGKILL)
                 break
     assert not (killed / "final").exists() and list((killed / "checkpoints").iterdir())
@@ -153,6 +155,44 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, digits, c
     resumed = ct.fit(algorithm, TASK, digits, rounds=6, out=tmp_path / "cut", resume=True)
     assert "round-000004.safetensors is damaged" in caplog.text and "falling back" in caplog.text
     assert all(torch.equal(a[n], b[n]) for a, b in zip(whole.models, resumed.models, strict=True) for n in a)
+
+
+def test_an_interrupt_anywhere_in_a_round_leaves_a_run_that_resumes_exactly(tmp_path, digits, monkeypatch):
+    whole = ct.fit(ct.IFCA(4), TASK, digits, rounds=6, out=tmp_path / "whole")
+    places = {"event": 3, "checkpoint": 3}
+    for method, at in places.items():
+        calls = iter(range(99))
+        plain = getattr(record.Record, method)
+
+        def interrupted(self, *args, plain=plain, calls=calls, at=at, **kwargs):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(record.Record, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ct.fit(ct.IFCA(4), TASK, digits, rounds=6, out=tmp_path / method)
+        monkeypatch.undo()
+        resumed = ct.fit(ct.IFCA(4), TASK, digits, rounds=6, out=tmp_path / method, resume=True)
+        assert resumed.state.round == 6 and [r["round"] for r in resumed.history] == [1, 2, 3, 4, 5, 6]
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(whole.models, resumed.models, strict=True) for n in a)
+
+
+def test_bad_settings_leave_no_folder_behind(tmp_path, digits):
+    with pytest.raises(ValueError, match="at most the number of clients"):
+        ct.fit(ct.IFCA(17), TASK, digits, rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".config.toml.part").touch()  # what a kill in the first write leaves
+    assert ct.fit(ct.FedAvg(), TASK, digits, rounds=1, out=tmp_path / "run").path == tmp_path / "run"
+
+
+def test_a_finished_run_goes_on_for_more_rounds_but_not_fewer(tmp_path, digits):
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=3, out=tmp_path / "run")
+    with pytest.raises(ValueError, match="has 3 rounds already, more than 2"):
+        ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "run", resume=True)
+    more = ct.fit(ct.FedAvg(), TASK, digits, rounds=5, out=tmp_path / "run", resume=True)
+    assert len(more.history) == 5 and record.read_config(tmp_path / "run")["run"]["rounds"] == 5
 
 
 def test_every_checkpoint_damaged_means_starting_again(tmp_path, digits):
@@ -199,6 +239,8 @@ def test_a_start_that_diverges_says_so():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"rounds": True}, "rounds must be a whole number of at least 1, got True"),
+        ({"seed": 1.5}, "seed must be a whole number of at least 0, got 1.5"),
         ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
         ({"executor": "ray"}, "executor must be one of sequential, vmap, vectorised, got 'ray'"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),

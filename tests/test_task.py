@@ -13,10 +13,12 @@ def rows(x, y):
 
 def test_a_key_draws_the_same_model_and_leaves_the_global_generator_alone():
     task = ct.Task.classifier(ct.models.MLP(4, 3, 2))
+    module = ct.models.MLP(4, 3, 2)
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
     one = task.init(Key.of(1))
+    ct.Task.classifier(module).check(rows(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)))
     assert torch.equal(torch.rand(3), expected)
     again, other = task.init(Key.of(1)), task.init(Key.of(2))
     assert all(torch.equal(one[n], again[n]) for n in one)
@@ -38,6 +40,7 @@ def test_losses_by_hand():
     ("module", "message"),
     [
         (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "layer '1' (BatchNorm1d) keeps buffers"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)), "layer '1' (BatchNorm1d)"),
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "layer '1' (Dropout) draws random numbers"),
     ],
 )

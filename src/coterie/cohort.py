@@ -180,14 +180,29 @@ class Cohort(ABC):
 
 def slot_sum(reply: Reply, slots: int) -> Sums:
     """Add stacked replies (c, …), each of one or several parts, up by slot."""
-    weight, parts = reply.weight.flatten(), reply.slot.dim()
-    # One matrix product: on a GPU index_add would add in an order that changes from run to run.
-    share = F.one_hot(reply.slot.flatten(), slots).to(weight.dtype) * weight[:, None]
+    parts = reply.slot.dim()
+    total = weighted_sums(reply.slot, reply.weight, slots)
+    return Sums(
+        update=tree_map(lambda x: total(x.flatten(0, parts - 1)), reply.update),
+        weight=total(torch.ones_like(reply.weight.flatten())),
+        note=reply.note,
+    )
+
+
+def weighted_sums(slot: Tensor, weight: Tensor, slots: int) -> Callable[[Tensor], Tensor]:
+    """A function that adds rows (b, …) up by slot (slots, …), for b slots and weights of any shape."""
+    slot, weight = slot.flatten(), weight.flatten()
+    share = F.one_hot(slot, slots).to(weight.dtype) * weight[:, None]
 
     def total(x: Tensor) -> Tensor:
-        return (share.T.to(x.dtype) @ x.reshape(len(weight), -1)).reshape(slots, *x.shape[parts:])
+        rows = x.reshape(len(slot), -1)
+        # One matrix product: on a GPU index_add would add in an order that changes from run to run.
+        out = share.T.to(x.dtype) @ rows
+        if not bool(torch.isfinite(out).all()):  # 0 · ∞ has carried one slot's infinity into the others
+            out = torch.zeros_like(out).index_add_(0, slot, rows * weight[:, None].to(x.dtype))
+        return out.reshape(slots, *x.shape[1:])
 
-    return Sums(tree_map(total, reply.update), share.sum(0), reply.note)
+    return total
 
 
 def slot_mean(sums: Sums, otherwise: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 from coterie.algorithms import ALGORITHMS
 from coterie.algorithms.base import Algorithm
@@ -13,7 +13,7 @@ from coterie.algorithms.starts import STARTS, Start
 from coterie.data import CHANGES, DATASETS
 from coterie.federation import Federation
 from coterie.models import MODELS
-from coterie.settings import nearest_name, to_plain, validate
+from coterie.settings import check_type, nearest_name, to_plain, validate
 from coterie.task import Task
 
 RUN_KEYS = ("rounds", "seed", "executor", "device")
@@ -74,6 +74,8 @@ def build_task(table: dict[str, Any]) -> Task:
 def build_federation(table: dict[str, Any]) -> Federation:
     """The federation that a table describes: a data set, then the changes listed under `change`."""
     changes = table.get("change", [])
+    if not isinstance(changes, list):
+        raise ValueError(f"[data] change must be a list of tables, got {changes!r}")
     make, values = _named({k: v for k, v in table.items() if k != "change"}, DATASETS, "data")
     federation = _call(make, values, "data")
     for entry in changes:
@@ -86,7 +88,7 @@ def build(tables: dict[str, Any]) -> Config:
     """All of a config.toml."""
     _known(tables, ["algorithm", "task", "data", "run"], "")
     for needed in ("algorithm", "task", "data", "run"):
-        if needed not in tables:
+        if not isinstance(tables.get(needed), dict):
             raise ValueError(f"the configuration has no [{needed}] table")
     _known(tables["run"], list(RUN_KEYS), "run")
     if "rounds" not in tables["run"]:
@@ -101,11 +103,13 @@ def build(tables: dict[str, Any]) -> Config:
 
 def _named(table: dict[str, Any], known: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     """The thing that `table["name"]` names, and the rest of the table."""
+    if not isinstance(table, dict):
+        raise ValueError(f"[{where}] must be a table with a name, got {table!r}")
     values = dict(table)
     name = values.pop("name", None)
     if name is None:
         raise ValueError(f"[{where}] needs a name{nearest_name('', known)}")
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"[{where}] knows no {name!r}{nearest_name(str(name), known)}")
     return known[name], values
 
@@ -122,10 +126,16 @@ def _call(function: Callable[..., Any], values: dict[str, Any], where: str, *fir
     names = [p.name for p in parameters]
     _known(values, names, where)
     starred = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    positional = list(values.pop(starred, [])) if starred else []
+    listed = values.pop(starred, []) if starred else []
+    if not isinstance(listed, list):
+        raise ValueError(f"[{where}] {starred} must be a list, got {listed!r}")
+    positional = list(listed)
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in values and p.name != starred]
     if missing:
         raise ValueError(f"[{where}] needs {', '.join(missing)}")
+    hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
+    for name, value in [*values.items(), *((starred or "", v) for v in positional)]:
+        check_type(f"[{where}] {name}", value, hints[name])
     return function(*first, *positional, **{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 

@@ -114,8 +114,7 @@ class Federation:
         """The integers that the clients' keys are folded with (m,): each follows from the client's name."""
         if self.ids is None:
             return torch.arange(len(self))
-        digests = [hashlib.blake2b(name.encode(), digest_size=7).digest() for name in self.ids]
-        return torch.tensor([int.from_bytes(d, "big") for d in digests])
+        return torch.tensor([_number(name) for name in self.ids])
 
     def split(self, name: str) -> Packed:
         """The rows called "train" or "test"; a federation without test rows is tested on its training rows."""
@@ -164,8 +163,19 @@ class Federation:
                 )
 
 
+def _number(name: str) -> int:
+    """A name as an integer; a client named by its old position keeps it."""
+    if name.isdecimal() and len(name) < 16:
+        return int(name)
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+
+
 def _complaint(task: Task, x: Tensor, y: Tensor) -> str | None:
     return task.check(Data(x, y, torch.ones(len(x))))
+
+
+def _kind(y: Tensor) -> str:
+    return f"{y.dtype} of shape {tuple(y.shape[1:])} per row"
 
 
 def _as_tensors(
@@ -179,11 +189,18 @@ def _as_tensors(
             t = torch.as_tensor(a)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name(i)}: its {what} cannot be read as an array of numbers ({error})") from None
+        if t.dim() == 0:
+            raise ValueError(f"{name(i)}: its {what} must be an array with one entry per row, got a single number")
         return t.float() if t.dtype == torch.float64 else t
 
-    pairs = [(tensor(i, x), tensor(i, y)) for i, (x, y) in enumerate(clients)]
+    def label(y: Tensor) -> Tensor:
+        return y if y.is_floating_point() else y.long()  # bytes and booleans are labels too
+
+    pairs = [(tensor(i, x), label(tensor(i, y))) for i, (x, y) in enumerate(clients)]
     for i, (x, y) in enumerate(pairs):
         first = pairs[0][0] if like is None else like
+        if y.shape[1:] != pairs[0][1].shape[1:] or y.dtype != pairs[0][1].dtype:
+            raise ValueError(f"{name(i)}: its targets are {_kind(y)}, those of {name(0)} {_kind(pairs[0][1])}")
         if len(x) != len(y):
             raise ValueError(f"{name(i)}: has {len(x)} {what} of x but {len(y)} of y")
         if x.shape[1:] != first.shape[1:]:

@@ -10,6 +10,7 @@ final/result.json                   labels and scores
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import tomllib
 from pathlib import Path
@@ -27,15 +28,19 @@ class Record:
 
     def __init__(self, path: str | Path, config: dict[str, Any], *, resume: bool) -> None:
         self.path = Path(path)
+        self.config = config
         self._cost = 0.0
         self._last = time.monotonic()
         if (self.path / "config.toml").exists():
             if not resume:
                 raise ValueError(f"{self.path} already holds a run; resume it, overwrite it, or choose another folder")
             _check_same(read_config(self.path), config, self.path)
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or _foreign(self.path)):
             raise ValueError(f"{self.path} exists and is not a run folder; choose another")
-        snapshot.write_text(self.path / "config.toml", to_toml(config))
+
+    def begin(self) -> None:
+        """Write the configuration: from now on the folder holds a run."""
+        snapshot.write_text(self.path / "config.toml", to_toml(self.config))
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
@@ -54,12 +59,20 @@ class Record:
         self._last = time.monotonic()
         self._cost = self._last - begin
 
+    def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
+        """The newest checkpoint that can be read, and a warning for each that could not and is thrown away."""
+        content, damaged = read_checkpoint(self.path, types)
+        for file in damaged:
+            file.unlink()
+        ending = "falling back to the checkpoint before it" if content is not None else "starting again"
+        return content, [f"{file.name} is damaged; {ending}" for file in damaged]
+
     def rewind(self, done: int) -> list[dict[str, Any]]:
-        """Drop the events after round `done`, which will be made again, and return the rounds before."""
+        """Drop what came after round `done`, which will be made again, and return the rounds before."""
         events = [e for e in read_events(self.path) if e["event"] != "end" and e.get("round", 0) <= done]
-        lines = "".join(json.dumps(e) + "\n" for e in events)
-        snapshot.write_text(self.path / "events.jsonl", lines)
-        return [{k: v for k, v in e.items() if k != "event"} for e in events if e["event"] == "round"]
+        snapshot.write_text(self.path / "events.jsonl", "".join(json.dumps(e) + "\n" for e in events))
+        shutil.rmtree(self.path / "final", ignore_errors=True)
+        return read_history(self.path)
 
     def finish(self, models: Params, result: dict[str, Any]) -> None:
         """Write the results."""
@@ -98,15 +111,15 @@ def read_result(path: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def read_checkpoint(path: Path, types: dict[str, type]) -> tuple[Any | None, list[str]]:
-    """The newest checkpoint that can be read, and a warning for each that cannot."""
-    warnings: list[str] = []
+def read_checkpoint(path: Path, types: dict[str, type]) -> tuple[Any | None, list[Path]]:
+    """The newest checkpoint that can be read, and the newer ones that cannot."""
+    damaged: list[Path] = []
     for file in sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True):
         try:
-            return snapshot.load(file, types), warnings
-        except snapshot.Damaged as error:
-            warnings.append(f"{error}; falling back to the checkpoint before it")
-    return None, warnings
+            return snapshot.load(file, types), damaged
+        except snapshot.Damaged:
+            damaged.append(file)
+    return None, damaged
 
 
 def to_toml(config: dict[str, Any]) -> str:
@@ -132,6 +145,11 @@ def to_toml(config: dict[str, Any]) -> str:
 
     tables = [f"[{name}]\n" + "".join(f"{k} = {value(v)}\n" for k, v in t.items()) for name, t in config.items()]
     return "\n".join(tables)
+
+
+def _foreign(path: Path) -> bool:
+    """Whether a folder holds more than what a kill in the very first write leaves behind."""
+    return any(not p.name.endswith(".part") for p in path.iterdir())
 
 
 def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:

@@ -23,7 +23,7 @@ from coterie.executors import find_device, find_executor
 from coterie.federation import Array, Federation
 from coterie.key import Key
 from coterie.progress import Progress
-from coterie.record import Record, read_checkpoint
+from coterie.record import Record
 from coterie.settings import validate
 from coterie.task import Data, Task
 from coterie.tree import Params, take
@@ -32,7 +32,7 @@ EVALUATIONS = 100  # the most in one run, besides the last: evaluating need not 
 
 LISTED = 100  # clusters at most whose members and scores are listed in every row of the history
 
-_START, _CLIENTS = 0, 1  # streams under the run's key
+START, CLIENTS = 0, 1  # streams under the run's key
 
 log = logging.getLogger("coterie")
 
@@ -143,15 +143,16 @@ def fit(
         Diverged: The loss is no longer finite.
     """
     validate(algorithm)
-    if not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"fit: rounds must be a whole number of at least 1, got {rounds!r}")
+    for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
     if resume and out is None:
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
     place = find_device(device)
     make = find_executor(executor)
     federation.check(task)
     key = Key.of(seed)
-    cohort = make(federation, task, key.fold(_CLIENTS), place)
+    cohort = make(federation, task, key.fold(CLIENTS), place)
     record = Record(out, _config(algorithm, task, federation, rounds, seed), resume=resume) if out else None
     loop = _Loop(algorithm, cohort, key, rounds, record, [*callbacks, *_progress(algorithm, rounds, task, place)])
     return loop.run(resume)
@@ -167,41 +168,54 @@ class _Loop:
         self.rounds, self.record, self.callbacks = rounds, record, callbacks
         self.every = math.ceil(rounds / EVALUATIONS)
         self.history: list[dict[str, Any]] = []
-        self.state: Any = None
+        self.now: tuple[Any, int] = (None, 0)  # the state and its number of rounds, replaced together
+        self.start_seconds = 0.0
+
+    @property
+    def state(self) -> Any:
+        return self.now[0]
 
     def run(self, resume: bool) -> Run:
-        if not (resume and self._restore()):
-            self.state = self.algorithm.start(self.cohort.task, self.cohort.at(0), self.key.fold(_START))
-            if bad := self._not_finite(self.state):
-                raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
         try:
-            for t in range(len(self.history), self.rounds):
+            if not (resume and self._restore()):
+                self._start()
+            for t in range(self.now[1], self.rounds):
                 if self.algorithm.done(self.state):
                     break
                 self._round(t)
+            return self._finish()
         except KeyboardInterrupt:
             self._checkpoint(force=True)
-            _say(_interrupted(len(self.history), self.rounds, self.record))
+            _say(_interrupted(self.now[1], self.rounds, self.record))
             raise
-        return self._finish()
+
+    def _start(self) -> None:
+        begin = time.perf_counter()
+        state = self.algorithm.start(self.cohort.task, self.cohort.at(0), self.key.fold(START))
+        if bad := self._not_finite(state):
+            raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
+        self.start_seconds = time.perf_counter() - begin  # charged to the first round, as its bytes are
+        self.now = (state, 0)
+        if self.record:
+            self.record.begin()
 
     def _round(self, t: int) -> None:
         begin = time.perf_counter()
         before = self.cohort.ledger.bytes_down, self.cohort.ledger.bytes_up
-        if not self.history:
-            before = 0, 0  # what the start cost is charged to the first round
         state, report = self.algorithm.round(self.state, self.cohort.at(t))
         self._check_finite(t, state, report)
         seconds = time.perf_counter() - begin
+        if t == 0:
+            before, seconds = (0, 0), seconds + self.start_seconds
         row = self._row(t, state, report, seconds)
         row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
         row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
-        self.state = state
-        self.history.append(row)
         self._tell()
         if self.record:
             self.record.event("round", **row)
-            self._checkpoint()
+        self.history.append(row)
+        self.now = (state, t + 1)
+        self._checkpoint()
         for callback in self.callbacks:
             callback(row)
 
@@ -248,22 +262,26 @@ class _Loop:
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
             ledger = self.cohort.ledger
-            content = {"state": self.state, "memory": ledger.memory, "chunks": ledger.chunks, "done": len(self.history)}
-            self.record.checkpoint(len(self.history), content, force=force)
+            state, done = self.now
+            content = {"state": state, "memory": ledger.memory, "chunks": ledger.chunks, "done": done}
+            self.record.checkpoint(done, content, force=force)
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
         types = snapshot.named_tuples(sys.modules[type(self.algorithm).__module__])
-        content, warnings = read_checkpoint(self.record.path, types)
+        content, warnings = self.record.restore(types)
         for warning in warnings:
             log.warning(warning)
         if content is None:
             self.record.rewind(0)
             return False
-        self.state = snapshot.to_device(content["state"], self.cohort.device)
+        if content["done"] > self.rounds:
+            raise ValueError(f"{self.record.path} has {content['done']} rounds already, more than {self.rounds}")
+        self.record.begin()  # it may be resumed for more rounds
+        self.history = self.record.rewind(content["done"])
         self.cohort.ledger.memory = content["memory"]
         self.cohort.ledger.chunks = content["chunks"]
-        self.history = self.record.rewind(content["done"])
+        self.now = (snapshot.to_device(content["state"], self.cohort.device), content["done"])
         return True
 
     def _tell(self) -> None:
@@ -274,18 +292,25 @@ class _Loop:
                 self.record.event("log", message=message)
 
     def _result(self) -> Run:
-        scores = evaluate(self.algorithm, self.state, self.cohort.at(len(self.history)))
-        return Run(self.algorithm, self.state, scores, self.history, self.record and self.record.path, self.cohort)
+        scores = evaluate(self.algorithm, self.state, self.cohort.at(self.now[1]))
+        return Run(
+            self.algorithm,
+            self.state,
+            scores,
+            self.history[: self.now[1]],
+            self.record and self.record.path,
+            self.cohort,
+        )
 
     def _finish(self) -> Run:
         run = self._result()
-        first, last = self.history[0]["loss"], self.history[-1]["loss"]
+        first, last = (run.history[at]["loss"] if run.history else 0.0 for at in (0, -1))
         if last > first:
             log.warning("the loss went up, from %.4g to %.4g; a smaller lr usually helps", first, last)
         if self.record:
             self._checkpoint(force=True)
             self.record.finish(self.algorithm.models(self.state), _summary(run))
-            self.record.event("end", rounds=len(self.history))
+            self.record.event("end", rounds=self.now[1])
         return run
 
 
@@ -326,7 +351,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _progress(algorithm: Algorithm, rounds: int, task: Task, device: torch.device) -> list[Progress]:
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return []
     return [Progress(type(algorithm).__name__, rounds, task.metric, str(device))]
 

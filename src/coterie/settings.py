@@ -29,9 +29,8 @@ def validate(config: Any) -> None:
     """Check every field of a dataclass against its type and its declared range."""
     owner, hints = type(config).__name__, get_type_hints(type(config))
     for f in dataclasses.fields(config):
-        value, hint = getattr(config, f.name), hints[f.name]
-        if not _fits(value, hint):
-            raise ValueError(f"{owner}: {f.name} must be {_describe(hint)}, got {value!r}")
+        value = getattr(config, f.name)
+        check_type(f"{owner}: {f.name}", value, hints[f.name])
         low, high = f.metadata.get("low"), f.metadata.get("high")
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
@@ -41,6 +40,19 @@ def validate(config: Any) -> None:
             raise ValueError(f"{owner}: {f.name} must be at least {low:g}, got {value:g}")
         if high is not None and value > high:
             raise ValueError(f"{owner}: {f.name} must be at most {high:g}, got {value:g}")
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that is not of the type it should be.
+
+    Example:
+        >>> check_type("[data] clients", "many", int)
+        Traceback (most recent call last):
+        ...
+        ValueError: [data] clients must be a whole number, got 'many'
+    """
+    if not _fits(value, hint):
+        raise ValueError(f"{name} must be {_describe(hint)}, got {value!r}")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -82,5 +94,7 @@ def _describe(hint: Any) -> str:
         return " or ".join(repr(v) for v in get_args(hint))
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(h) for h in get_args(hint))
+    if origin is tuple:
+        return f"a list, each entry {_describe(get_args(hint)[0])}"
     names = {int: "a whole number", float: "a number", str: "a word", type(None): "None", bool: "true or false"}
-    return names.get(hint, "a list of words" if origin is tuple else getattr(hint, "__name__", str(hint)))
+    return names.get(hint, getattr(hint, "__name__", str(hint)))

@@ -110,9 +110,7 @@ class Task:
         _refuse(skeleton)
 
         def init(key: Key) -> Params:
-            with torch.random.fork_rng(devices=[]):  # torch's layers draw from the global generator only
-                torch.manual_seed(key.seed())
-                return {name: p.detach().clone() for name, p in build().named_parameters()}
+            return {name: p.detach().clone() for name, p in build(key.seed()).named_parameters()}
 
         def forward(params: Params, data: Data) -> Tensor:
             return functional_call(skeleton, params, (data.x,))
@@ -143,10 +141,10 @@ def _cross_entropy(out: Tensor, y: Tensor) -> Tensor:
     return out.logsumexp(-1) - out.gather(-1, y[..., None])[..., 0]
 
 
-def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A function that returns the module with freshly drawn parameters."""
+def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[..., nn.Module]:
+    """A function of a seed that returns the module with freshly drawn parameters."""
     if not isinstance(module, nn.Module):
-        return module
+        return _leaving_the_generator_alone(module)
     for name, layer in module.named_modules():
         if list(layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters"):
             raise ValueError(
@@ -161,15 +159,27 @@ def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Mod
                 reset()
         return fresh
 
-    return build
+    return _leaving_the_generator_alone(build)
+
+
+def _leaving_the_generator_alone(build: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
+    """Layers draw from the global generator only: seed it if asked, and put it back as it was."""
+
+    def quiet(seed: int | None = None) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return build()
+
+    return quiet
 
 
 def _refuse(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         where = f"Task: layer '{name}' ({_name(layer)})" if name else f"Task: {_name(layer)}"
-        if list(layer.buffers(recurse=False)):
+        if list(layer.buffers(recurse=False)) or isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
-                f"{where} keeps buffers, which are not parameters and would never be averaged; "
+                f"{where} keeps buffers or mixes the rows of a batch, which a federation cannot average; "
                 "use GroupNorm or LayerNorm in place of BatchNorm"
             )
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:

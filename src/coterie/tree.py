@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Params", "flat", "leaves", "nbytes", "stack", "take", "tree_map", "unflat"]
+__all__ = ["Params", "flat", "leaves", "nbytes", "stack", "take", "tree_map"]
 
 Params = dict[str, Tensor]
 
@@ -58,18 +58,6 @@ def flat(tree: Any, axes: int = 1) -> Tensor:
         torch.Size([5, 8])
     """
     return torch.cat([x.flatten(axes) if x.dim() > axes else x.unsqueeze(-1) for x in leaves(tree)], axes)
-
-
-def unflat(matrix: Tensor, like: Params) -> Params:
-    """The inverse of `flat` for parameters: cut the last axis into tensors shaped as those of `like`.
-
-    Example:
-        >>> like = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
-        >>> {n: tuple(x.shape) for n, x in unflat(torch.zeros(5, 8), like).items()}
-        {'w': (5, 2, 3), 'b': (5, 2)}
-    """
-    parts = matrix.split([x.numel() for x in like.values()], -1)
-    return {n: p.reshape(matrix.shape[:-1] + x.shape) for (n, x), p in zip(like.items(), parts, strict=True)}
 
 
 def nbytes(tree: Any) -> int:

@@ -123,5 +123,15 @@ class LocalTraining:
 def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
     """Argmin over j of F(θ_j) on these rows, and that loss, for models stacked (k, …)."""
     losses = vmap(lambda t: mean_loss(task, t, data))(theta)
-    j = losses.argmin()
+    j = losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin()  # nobody chooses a model that has diverged
     return j, losses.index_select(0, j.reshape(1))[0]
+
+
+def choosing(task: Task) -> ClientStep:
+    """A client step: which of the models sent serves the client best, and how well."""
+
+    def run(theta: Params, local: Local) -> Reply:
+        j, loss = nearest(task, theta, local.data)
+        return Reply((), torch.ones(()), j, {"loss": loss})
+
+    return ClientStep(run)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from coterie.algorithms.base import Algorithm, LocalTraining, Report, nearest
+from coterie.algorithms.base import Algorithm, LocalTraining, Report, choosing, nearest
 from coterie.algorithms.starts import Start, find_start
 from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss, pick
 from coterie.cohort import Cohort, Sums
@@ -52,8 +52,8 @@ class IFCA(LocalTraining, Algorithm):
             with settings of your own, or k state dicts. Farthest-first loses far fewer groups than random does, and
             costs one exchange in which the server sees the models of some clients.
         restarts: Starts that are run side by side; the best by held-out loss is kept.
-        holdout: Share of each client's rows that is kept out of training to compare restarts (only if restarts > 1;
-            0 compares by training loss).
+        holdout: Share of each client's rows that is kept out of the rounds' training to compare restarts (only if
+            restarts > 1; 0 compares by training loss). Starts that train, such as farthest-first, use all rows.
         shared: Names of the parameters that all clusters share (Section 4.1); the others are clustered.
         patience: Once no client has changed its cluster for so many rounds, each is sent its own model only
             (Section 4.1). None always sends all k.
@@ -148,12 +148,11 @@ class IFCA(LocalTraining, Algorithm):
 
     def choose(self, task: Task) -> ClientStep:
         """Line 6 alone."""
+        return choosing(task)
 
-        def run(theta: Params, local: Local) -> Reply:
-            j, loss = nearest(task, theta, local.data)
-            return Reply((), torch.ones(()), j, {"loss": loss})
-
-        return ClientStep(run)
+    def done(self, state: State) -> bool:
+        """With re-sampling, once every row has been used."""
+        return self.resample is not None and state.round >= self.resample
 
     def models(self, state: State) -> Params:
         """Line 17: the k models of the best restart."""
@@ -231,7 +230,7 @@ class IFCA(LocalTraining, Algorithm):
             held, rest = order.split([h := int(self.holdout * n) if self._holds_out else 0, n - h])
             choose = step = rest
             if self.resample:  # Section 5: 2T disjoint subsets, two of which are used in a round
-                size, t = len(rest) // (2 * self.resample), when[0] % self.resample
+                size, t = len(rest) // (2 * self.resample), when[0]
                 choose, step = rest[2 * t * size :].split(size)[:2]
             rows = {"choose": choose, "step": step, "held": held} if self._splits_rows else {}
             batches = self.draw_batches(len(step), key, when)
@@ -282,9 +281,10 @@ class IFCA(LocalTraining, Algorithm):
         """Re-seed clusters that have long been empty, each from the participant that is served worst."""
         if self.revive is None or not bool((dead := state.empty >= self.revive).any()):
             return state
-        theta, empty = tree_map(torch.clone, state.theta), state.empty.clone()
+        theta, empty, served = tree_map(torch.clone, state.theta), state.empty.clone(), sums.note["loss"].clone()
         for r, j in dead.nonzero().tolist():
-            worst = int(sums.note["loss"][:, r].argmax())
+            worst = int(served[:, r].argmax())
+            served[worst, r] = -torch.inf  # the next empty cluster takes another client
             label = int(sums.note["label"][worst, r])
             sent = {"theta": take(take(state.theta, r), label), "lr": self.step_size(state.round)}
             reply = chosen.only([worst]).fold(r, j).gather(self.train, sent)
@@ -292,7 +292,7 @@ class IFCA(LocalTraining, Algorithm):
                 if name not in self.shared:
                     theta[name][r, j] = x[0]
             empty[r, j] = 0
-        return state._replace(theta=theta, empty=empty)
+        return state._replace(theta=theta, empty=empty, still=0)  # so that everybody is sent the new models too
 
     def _check(self, task: Task, cohort: Cohort) -> None:
         if self.k > cohort.population:
@@ -322,4 +322,4 @@ def _quality(note: dict[str, Tensor]) -> Tensor:
         quality = note["held"].sum(0) / note["held_rows"].sum(0)
     else:
         quality = note["loss"].mean(0)
-    return quality.nan_to_num(nan=torch.inf).cpu()
+    return quality.nan_to_num(nan=torch.inf, posinf=torch.inf).cpu()

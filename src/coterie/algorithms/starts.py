@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import nearest
+from coterie.algorithms.base import choosing
 from coterie.client import ClientStep, Local, Reply, local_update, mean_loss
 from coterie.cohort import Cohort, slot_mean
 from coterie.key import Key
@@ -64,12 +64,7 @@ class Balanced(Start):
 
     def choose(self, task: Task) -> ClientStep:
         """Which model serves a client best."""
-
-        def run(theta: Params, local: Local) -> Reply:
-            j, loss = nearest(task, theta, local.data)
-            return Reply((), torch.ones(()), j, {"loss": loss})
-
-        return ClientStep(run)
+        return choosing(task)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import logging
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +13,76 @@ import numpy as np
 
 from coterie import snapshot
 from coterie.config import build_algorithm, build_task
+from coterie.federation import Federation
 from coterie.record import read_checkpoint, read_config, read_result
 from coterie.run import assign
+
+log = logging.getLogger("coterie")
 
 
 def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     """The cluster of every client in a file: a dict of client, rows, cluster."""
     read_result(run)  # says so if the run is not finished
     config = read_config(run)
-    if config["task"].get("kind") == "custom" or config["algorithm"].get("init") == "given":
-        raise ValueError(f"{run} was trained from Python on a module of its own; use run.assign(x, y) there")
+    if "model" not in config["task"] or config["algorithm"].get("init") == "given":
+        raise ValueError(f"{run} was trained from Python on a model of its own; use run.assign(x, y) there")
     algorithm, task = build_algorithm(config["algorithm"]), build_task(config["task"])
-    content, _ = read_checkpoint(run, snapshot.named_tuples(sys.modules[type(algorithm).__module__]))
+    content, damaged = read_checkpoint(run, snapshot.named_tuples(sys.modules[type(algorithm).__module__]))
     if content is None:
         raise ValueError(f"{run} has no checkpoint that can be read")
-    floating = config["task"]["kind"] == "regressor"
-    x, y, clients = _read(data)
-    y = y.astype(np.float32 if floating else np.int64)
+    for file in damaged:
+        log.warning("%s is damaged; using the checkpoint before it", file.name)
+    clients = read_clients(data, labels=config["task"]["kind"] == "classifier")
+    clients.check(task)
     found = []
-    for name in dict.fromkeys(clients.tolist()):
-        own = clients == name
-        cluster = assign(algorithm, content["state"], task, x[own], y[own])
-        found.append({"client": str(name), "rows": int(own.sum()), "cluster": cluster})
+    for i, name in enumerate(clients.ids or ()):
+        x, y = clients.train.client(i)
+        found.append({"client": name, "rows": len(x), "cluster": assign(algorithm, content["state"], task, x, y)})
     return found
 
 
-def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, targets and client names of a file; without names all rows are one client's."""
+def read_clients(path: Path, *, labels: bool) -> Federation:
+    """The clients of a .npz or .csv file; without client names all rows are one client's."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            if not {"x", "y"} <= set(arrays.files):
-                raise ValueError(f"{path} must hold arrays x and y, it holds {', '.join(arrays.files) or 'none'}")
-            x, y = arrays["x"].astype(np.float32), arrays["y"]
-            return x, y, arrays["client"] if "client" in arrays.files else np.full(len(y), path.stem)
-    if path.suffix == ".csv":
-        return _read_csv(path)
-    raise ValueError(f"{path} must be .npz or .csv")
+    if path.suffix not in (".npz", ".csv"):
+        raise ValueError(f"{path} must be .npz or .csv")
+    x, y, client = _read_npz(path) if path.suffix == ".npz" else _read_csv(path)
+    if not len(x) == len(y) == len(client) > 0:
+        raise ValueError(
+            f"{path}: x, y and client must be as long as each other, got {len(x)}, {len(y)}, {len(client)}"
+        )
+    if labels and not np.array_equal(y, y.astype(np.int64)):
+        raise ValueError(f"{path}: labels must be whole numbers, got {y[y != y.astype(np.int64)][0]}")
+    y = y.astype(np.int64 if labels else np.float32)
+    names = list(dict.fromkeys(client.tolist()))
+    rows = [(x[client == name], y[client == name]) for name in names]
+    return Federation.from_clients(rows, ids=[str(name) for name in names])
+
+
+def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+    except (ValueError, OSError, zipfile.BadZipFile):
+        raise ValueError(f"{path} cannot be read as .npz") from None
+    if not {"x", "y"} <= set(arrays):
+        raise ValueError(f"{path} must hold arrays x and y, it holds {', '.join(arrays) or 'none'}")
+    client = arrays.get("client", np.full(len(arrays["y"]), path.stem))
+    return arrays["x"].astype(np.float32), arrays["y"], client
 
 
 def _read_csv(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A header; a column y, a column client if there are several, and all other columns are features."""
     with path.open(newline="", encoding="utf-8") as f:
-        header, *lines = list(csv.reader(f))
+        header, *lines = list(csv.reader(f)) or [[]]
     if "y" not in header or not lines:
-        raise ValueError(f"{path} needs a header with a column 'y', and rows; its columns are {', '.join(header)}")
+        raise ValueError(
+            f"{path} needs a header with a column 'y', and rows; its columns are {', '.join(header) or 'none'}"
+        )
+    for number, line in enumerate(lines, 2):
+        if len(line) != len(header):
+            raise ValueError(f"{path}: line {number} has {len(line)} values, the header {len(header)}")
     columns = dict(zip(header, zip(*lines, strict=True), strict=True))
     client = np.array(columns.pop("client", (path.stem,) * len(lines)))
     values: dict[str, np.ndarray] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,10 +57,9 @@ def run(
         _set(tables, assignment)
     where = out or Path("runs") / config.stem
     built = build(tables)
-    if overwrite and not resume:
-        _remove_run(where)
     options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
-    fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
+    with _set_aside(where) if overwrite and not resume else nullcontext():
+        fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
     display.emit(display.summary(where), as_json, lambda: display.show(where))
 
 
@@ -105,15 +106,17 @@ def reproduce(
 @app.command(name="list")
 def list_all(as_json: Json = False) -> None:
     """Methods, data sets, models and experiments that there are."""
-    found = display.inventory()
-    display.emit(found, as_json, lambda: display.inventory_tables(found))
+    from coterie.cli.inventory import inventory
+
+    found = inventory()
+    display.emit(found, as_json, lambda: display.tables(found))
 
 
 def main() -> None:
     """Run the command line; bad input ends with one line and exit code 2."""
     try:
         app()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"coterie: {error}\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
@@ -142,11 +145,20 @@ def _set(tables: dict[str, Any], assignment: str) -> None:
     tables.setdefault(table, {})[key] = value
 
 
-def _remove_run(path: Path) -> None:
+@contextmanager
+def _set_aside(path: Path) -> Iterator[None]:
+    """Move an old run out of the way; it comes back if the new one never begins."""
+    aside = path.with_name(f".{path.name}.old")
     if path.exists():
         if not (path / "config.toml").is_file():
             raise ValueError(f"{path} is not a run folder, so --overwrite leaves it alone")
-        shutil.rmtree(path)
+        path.rename(aside)
+    try:
+        yield
+    finally:
+        if aside.exists() and not path.exists():
+            aside.rename(path)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -116,29 +116,8 @@ def experiment(result: dict[str, Any]) -> None:
     )
 
 
-def inventory() -> dict[str, dict[str, str]]:
-    """Everything that can be named in a configuration or on the command line, with a line on each."""
-    from coterie.algorithms import ALGORITHMS
-    from coterie.algorithms.starts import STARTS
-    from coterie.data import CHANGES, DATASETS
-    from coterie.models import MODELS
-    from coterie.reproduce import experiments
-
-    def lines(register: dict[str, Any]) -> dict[str, str]:
-        return {name: (thing.__doc__ or "").strip().splitlines()[0] for name, thing in register.items()}
-
-    return {
-        "methods": lines(ALGORITHMS),
-        "starts": lines(STARTS),
-        "data sets": lines(DATASETS),
-        "changes": lines(CHANGES),
-        "models": lines(MODELS),
-        "experiments": {name: e["title"] for name, e in experiments().items()},
-    }
-
-
-def inventory_tables(found: dict[str, dict[str, str]]) -> None:
-    """The inventory, a table each."""
+def tables(found: dict[str, dict[str, str]]) -> None:
+    """Names and a line on each, a table per kind."""
     for kind, entries in found.items():
         table = _table(kind, "")
         for name, line in entries.items():

@@ -35,7 +35,7 @@ def rotated_digits(clients: int, seed: int = 0, groups: int = 4) -> Federation:
         >>> len(federation), federation.groups.tolist(), tuple(federation.train.x.shape[1:])
         (8, [0, 0, 1, 1, 2, 2, 3, 3], (1, 8, 8))
     """
-    return rotate(digits(clients, seed, copies=groups), groups)
+    return rotate(digits(clients, seed, copies=max(1, groups)), groups)
 
 
 @dataset

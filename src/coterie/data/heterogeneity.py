@@ -6,6 +6,7 @@ already; one that deals rows anew does so within the groups, so that it never bl
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -46,7 +47,14 @@ def swap_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Feder
 def permute_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Federation:
     """Permute the labels, another permutation in every group."""
     classes = _classes(federation)
-    draws = [torch.randperm(classes, generator=Key.of(seed).fold(g).generator()) for g in range(groups)]
+    if not 1 <= groups <= (most := math.factorial(classes)):
+        raise ValueError(f"permute_labels: groups must be 1 to {most} for {classes} classes, got {groups}")
+    draws: list[Tensor] = []
+    g = Key.of(seed).generator()
+    while len(draws) < groups:  # few repeat unless nearly all there are were asked for
+        draw = torch.randperm(classes, generator=g)
+        if not any(torch.equal(draw, old) for old in draws):
+            draws.append(draw)
     return _relabel(federation, torch.stack(draws))
 
 

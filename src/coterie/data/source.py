@@ -96,6 +96,8 @@ def deal(
         copies: The clients fall into so many equal blocks, each of which is dealt all the rows, shuffled anew. The
             IFCA paper makes its rotated data so: every image occurs in every rotation.
     """
+    if copies < 1:
+        raise ValueError(f"copies must be at least 1, got {copies}")
     if clients < 1 or clients % copies:
         raise ValueError(f"clients must be a positive multiple of {copies}, got {clients}")
     if clients // copies > len(x):

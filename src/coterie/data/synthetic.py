@@ -43,6 +43,8 @@ def linear_mixture(
         >>> tuple(federation.train.x.shape), federation.groups.tolist()
         ((40, 5), [0, 0, 1, 1])
     """
+    if groups < 1:
+        raise ValueError(f"linear_mixture: groups must be at least 1, got {groups}")
     if clients < groups or clients % groups:
         raise ValueError(f"linear_mixture: clients must be a positive multiple of {groups}, got {clients}")
     truth = linear_truth(features, groups, scale, seed, scaling)

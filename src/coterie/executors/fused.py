@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from coterie.client import ClientStep, Plan, Reply
-from coterie.cohort import Sums
+from coterie.cohort import Sums, weighted_sums
 from coterie.executors.graphs import Replayed
 from coterie.executors.vectorised import Vectorised
 from coterie.split import FirstLinear
@@ -77,7 +77,7 @@ class Fused(Vectorised):
         data = self._store.rows(self.part, self.clients[at])
         data = data._replace(x=data.x.flatten(2))
         dual = data.x.shape[1] < data.x.shape[2]
-        kernel = self._store.gram(self.clients[at], data.x) if dual else None
+        kernel = self._store.gram(self.clients[at], data.x, keep=len(self) == self.population) if dual else None
         if sent.rows is None:
             z, label = choose(split, sent, data)
         else:
@@ -156,15 +156,10 @@ class Trained(NamedTuple):
 
     def sums(self, split: FirstLinear, start: Params, weight: Tensor) -> Sums:
         """Σ weight · model over the clients that took each model (s, …)."""
-        s = len(start[split.weight])
-        share = torch.nn.functional.one_hot(self.label.flatten(), s).to(weight.dtype) * weight.flatten()[:, None]
-
-        def total(values: Tensor) -> Tensor:
-            return (share.T @ values.flatten(2).flatten(0, 1)).reshape(s, *values.shape[2:])
-
-        first = self._dual_sum(start[split.weight], weight) if self.dual else total(self.moved)
-        update = {n: first if n == split.weight else total(self.rest[n]) for n in start}
-        return Sums(update, share.sum(0), {})
+        total = weighted_sums(self.label, weight, len(start[split.weight]))
+        first = self._dual_sum(start[split.weight], weight) if self.dual else total(self.moved.flatten(0, 1))
+        update = {n: first if n == split.weight else total(self.rest[n].flatten(0, 1)) for n in start}
+        return Sums(update, total(torch.ones_like(weight.flatten())), {})
 
     def _dual_sum(self, start: Tensor, weight: Tensor) -> Tensor:
         """Σ weight · (W⁰ + BᵀX): one product per model, over all rows of the clients that took it."""
@@ -184,7 +179,7 @@ def choose(split: FirstLinear, sent: Sent, data: Data) -> tuple[Tensor, Tensor]:
     (s, h, d), (c, n) = weight.shape, data.x.shape[:2]
     z = (data.x.reshape(c * n, d) @ weight.reshape(s * h, d).T).reshape(c, n, s, h).transpose(1, 2)  # all at once
     rest = {n: p.expand(c, *p.shape) for n, p in sent.models.items() if n != split.weight}
-    best = losses(split, data, rest, z).unflatten(1, (s // k, k)).argmin(-1)
+    best = losses(split, data, rest, z).nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(1, (s // k, k)).argmin(-1)
     label = best + k * torch.arange(s // k, device=z.device)
     return z.gather(1, label[:, :, None, None].expand(-1, -1, n, h)), label
 

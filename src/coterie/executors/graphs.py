@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-WARM_UP = 2  # runs before recording, in which libraries choose their algorithms
+PLAIN = 2  # calls with the same shapes before one is recorded: recording pays only for what recurs
+KEPT = 8  # recordings at most; each holds memory of its own
+
+
+class Recording(NamedTuple):
+    """Kernels that read `inputs` and write `outputs` when replayed."""
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    outputs: Any
+
+
+def _sort(x: Any) -> Any:
+    """What must be the same for a recording to serve."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype
+    return x if isinstance(x, int | float | str | None) else id(x)
 
 
 class Replayed:
-    """A function of trees of tensors, recorded for each set of shapes it meets and replayed after that.
+    """A function of trees of tensors, replayed from a recording once the same shapes have come up a few times.
 
-    The function must be pure and must not look at the values of tensors. What it returns lies in the recording's own
-    memory, so it is overwritten by the next call with the same shapes.
+    The function must be pure and must not look at the values of tensors.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Any]] = {}
+        self._calls: dict[Any, int] = {}
+        self._recordings: OrderedDict[Any, Recording] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
         """Call the function, from its recording if there is one."""
         flat, spec = tree_flatten(args)
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else id(x) for x in flat)
-        if (shapes, str(spec)) not in self._recorded:
-            self._recorded[shapes, str(spec)] = self._record(flat, spec)
-        graph, inputs, out = self._recorded[shapes, str(spec)]
-        for own, given in zip(inputs, tensors, strict=True):
+        shapes = (str(spec), *(_sort(x) for x in flat))
+        if self._calls.get(shapes, 0) < PLAIN:
+            self._calls[shapes] = self._calls.get(shapes, 0) + 1
+            return self.function(*args)
+        if shapes not in self._recordings:
+            self._recordings[shapes] = self.record(flat, spec)
+            if len(self._recordings) > KEPT:
+                self._recordings.popitem(last=False)
+        self._recordings.move_to_end(shapes)
+        recording = self._recordings[shapes]
+        for own, given in zip(recording.inputs, (x for x in flat if isinstance(x, Tensor)), strict=True):
             own.copy_(given)
-        graph.replay()
-        return out
+        recording.replay()
+        return tree_map(torch.clone, recording.outputs)  # the next replay writes to the same memory
 
-    def _record(self, flat: list[Any], spec: Any) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Any]:
+    def record(self, flat: list[Any], spec: Any) -> Recording:
+        """Run the function once on copies of its arguments, keeping its kernels."""
         own = [x.clone() if isinstance(x, Tensor) else x for x in flat]
         args = tree_unflatten(own, spec)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UP):
-                self.function(*args)
+        with torch.cuda.stream(aside):  # once outside of the recording, where libraries choose their algorithms
+            self.function(*args)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self.function(*args)
-        return graph, [x for x in own if isinstance(x, Tensor)], out
+            outputs = self.function(*args)
+        return Recording(graph.replay, [x for x in own if isinstance(x, Tensor)], outputs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +19,24 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_available(), _allowed())
+
+
+def _available() -> int:
+    """What the machine can still give: Linux tells it; elsewhere half of all memory is a fair guess."""
+    told = Path("/proc/meminfo")
+    for line in told.read_text().splitlines() if told.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _allowed() -> int:
+    """What a container may still take."""
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if not limit.exists() or not limit.read_text().strip().isdecimal():
+        return sys.maxsize
+    return int(limit.read_text()) - int(used.read_text())
 
 
 class Store:
@@ -48,12 +67,12 @@ class Store:
             mask = (step < sizes[:, None]).float()
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
 
-    def gram(self, clients: Tensor, x: Tensor) -> Tensor:
-        """XXᵀ of these clients' training rows (c, n, n), kept for the next round while memory allows."""
+    def gram(self, clients: Tensor, x: Tensor, *, keep: bool) -> Tensor:
+        """XXᵀ of these clients' training rows (c, n, n); with `keep`, kept for the next round while memory allows."""
         name = clients.numpy().tobytes()
         if name not in self._grams:
             made = x @ x.transpose(-1, -2)
-            if nbytes(self._grams) + nbytes(made) > free_memory(self.device) / 4:
+            if not keep or nbytes(self._grams) + nbytes(made) > free_memory(self.device) / 4:
                 return made
             self._grams[name] = made
         return self._grams[name]

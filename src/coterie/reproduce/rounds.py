@@ -10,6 +10,7 @@ from coterie.algorithms.base import Algorithm
 from coterie.executors import find_device, find_executor
 from coterie.federation import Federation
 from coterie.key import Key
+from coterie.run import CLIENTS, START
 from coterie.task import Task
 
 
@@ -18,8 +19,8 @@ def states(
 ) -> Iterator[Any]:
     """The state at the start and after every round."""
     key = Key.of(seed)
-    cohort = find_executor("vectorised")(federation, task, key.fold(1), find_device(device))
-    state = algorithm.start(task, cohort.at(0), key.fold(0))
+    cohort = find_executor("vectorised")(federation, task, key.fold(CLIENTS), find_device(device))
+    state = algorithm.start(task, cohort.at(0), key.fold(START))
     yield state
     for t in range(rounds):
         state, _ = algorithm.round(state, cohort.at(t))
