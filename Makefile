@@ -22,7 +22,7 @@ docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
 bench: $(READY)
-	$(BIN)/python benchmarks/executors.py
+	$(BIN)/coterie bench speed
 
 clean:
 	rm -rf .venv site demo runs .pytest_cache .ruff_cache .import_linter_cache

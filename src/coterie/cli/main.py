@@ -42,7 +42,7 @@ def run(
     config: Annotated[Path, typer.Argument(help="A TOML file with [algorithm], [task], [data] and [run].")],
     sets: Annotated[list[str] | None, typer.Option("--set", help="Change a value: algorithm.k=3. Repeatable.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    executor: Annotated[str | None, typer.Option(help="vectorised or sequential.")] = None,
+    executor: Annotated[str | None, typer.Option(help="vectorised, vmap or sequential.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default runs/CONFIG.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in the folder.")] = False,
@@ -101,6 +101,23 @@ def reproduce(
 
     result = run_experiment(name, quick=quick, out=out, device=device)
     display.emit(result, as_json, lambda: display.experiment(result))
+
+
+bench = typer.Typer(help="Measure speed, as ratios in one run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def speed(
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the clients.")] = False,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """One round done every way, against the plain loop and against the arithmetic floor."""
+    from coterie.bench.speed import measure
+
+    rows = measure(device, quick=quick)
+    display.emit(rows, as_json, lambda: display.speeds(rows))
 
 
 @app.command(name="list")

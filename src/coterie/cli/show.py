@@ -116,6 +116,19 @@ def experiment(result: dict[str, Any]) -> None:
     )
 
 
+def speeds(rows: list[dict[str, Any]]) -> None:
+    """The ways to do each workload, one row each."""
+    for work in dict.fromkeys(r["workload"] for r in rows):
+        console.print(f"\n[bold]{work}[/bold]")
+        table = _table("way", ">seconds", ">times the loop", ">floors", ">peak MiB", ">rel. difference")
+        for r in (r for r in rows if r["workload"] == work):
+            peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
+            gap = "" if r["max_rel_diff"] is None else f"{r['max_rel_diff']:.0e}"
+            ratios = f"{r['loop_ratio']:.1f}", f"{r['floor_ratio']:.1f}"
+            table.add_row(r["way"], f"{r['seconds']:.4f}", *ratios, peak, gap)
+        console.print(table)
+
+
 def tables(found: dict[str, dict[str, str]]) -> None:
     """Names and a line on each, a table per kind."""
     for kind, entries in found.items():

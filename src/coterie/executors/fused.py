@@ -174,14 +174,20 @@ class Trained(NamedTuple):
 
 
 def choose(split: FirstLinear, sent: Sent, data: Data) -> tuple[Tensor, Tensor]:
-    """XW⁰ᵀ of the model that each start likes best (c, r, n, h), and which it is (c, r)."""
+    """XW⁰ᵀ of the model that each start likes best (c, r, n, h), and which it is (c, r).
+
+    The models are the same for all clients, so their rows can be treated as one long list.
+    """
     weight, k = sent.models[split.weight], sent.plan.clusters or 1
-    (s, h, d), (c, n) = weight.shape, data.x.shape[:2]
-    z = (data.x.reshape(c * n, d) @ weight.reshape(s * h, d).T).reshape(c, n, s, h).transpose(1, 2)  # all at once
-    rest = {n: p.expand(c, *p.shape) for n, p in sent.models.items() if n != split.weight}
-    best = losses(split, data, rest, z).nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(1, (s // k, k)).argmin(-1)
+    (s, _, d), (c, n) = weight.shape, data.x.shape[:2]
+    z = data.x.reshape(c * n, d) @ weight.transpose(1, 2)  # (s, c·n, h)
+    rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}
+    shifted = z + sent.models[split.bias][:, None] if split.bias else z
+    each = vmap(split.loss, in_dims=(0, 0, None))(rest, shifted, data.y.flatten(0, 1)).unflatten(1, (c, n))
+    mean = (each * row_shares(data)).sum(-1).T  # (c, s)
+    best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(1, (s // k, k)).argmin(-1)
     label = best + k * torch.arange(s // k, device=z.device)
-    return z.gather(1, label[:, :, None, None].expand(-1, -1, n, h)), label
+    return z.unflatten(1, (c, n))[label, torch.arange(c, device=z.device)[:, None]], label
 
 
 def first_product(weight: Tensor, x: Tensor, label: Tensor) -> Tensor:
@@ -266,4 +272,9 @@ def losses(split: FirstLinear, data: Data, rest: Params, z: Tensor) -> Tensor:
     others = {n: p for n, p in rest.items() if n != split.bias}
     over_starts: Callable[..., Tensor] = vmap(split.loss, in_dims=(0, 0, None))
     each = vmap(over_starts)(others, shifted, data.y)
-    return (each * (data.mask / data.mask.sum(1, keepdim=True).clamp(min=1))[:, None]).sum(-1)
+    return (each * row_shares(data)[:, None]).sum(-1)
+
+
+def row_shares(data: Data) -> Tensor:
+    """Each row's part in the mean of its client (c, n)."""
+    return data.mask / data.mask.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,192 @@
+"""One round of federated training done every way there is, against the plain loop and against the arithmetic floor."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.algorithms import IFCA, FedAvg
+from coterie.algorithms.base import Algorithm
+from coterie.bench.loop import loop_round
+from coterie.executors import EXECUTORS, find_device
+from coterie.federation import Federation
+from coterie.key import Key
+from coterie.models import MLP, Linear
+from coterie.task import Task
+from coterie.tree import Params, flat
+
+ROUNDS = 5  # timed, after one to warm up; the median counts
+LARGE = {"cpu": 4096, "cuda": 8192}  # side of the matrix product that sets the rate of the floor
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A round to be done: who trains what, and how many operations it takes at the least."""
+
+    name: str
+    module: torch.nn.Module
+    federation: Federation
+    k: int
+    tau: int
+    lr: float
+    flops: float
+
+    @property
+    def task(self) -> Task:
+        """A classifier where the labels are whole numbers, else a regressor."""
+        kind = Task.regressor if self.federation.train.y.is_floating_point() else Task.classifier
+        return kind(self.module)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """IFCA from a random start, or FedAvg for a single model."""
+        plain = {"lr": self.lr, "tau": self.tau}
+        return IFCA(self.k, init="random", **plain) if self.k > 1 else FedAvg(**plain)
+
+
+def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]]:
+    """Every workload done every way: a list of rows as `coterie bench speed --json` prints them."""
+    where = find_device(device)
+    rate = product_rate(where)
+    rows = []
+    for work in workloads(quick):
+        floor = work.flops / rate
+        ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
+        for name in EXECUTORS:
+            ways[name] = lambda w=work, n=name: _executor(w, n, where)
+        found = {name: (*way(), _peak(where)) for name, way in ways.items() if _reset_peak(where)}
+        reference = flat(found["sequential"][1])
+        for name, (seconds, models, peak) in found.items():
+            gap = float((flat({n: models[n] for n in found["sequential"][1]}) - reference).abs().max())
+            rows.append({
+                "workload": work.name,
+                "way": name,
+                "seconds": seconds,
+                "loop_ratio": found["loop"][0] / seconds,
+                "floor_ratio": seconds / floor,
+                "peak_mib": peak,
+                "max_rel_diff": gap / float(reference.abs().max()),
+            })  # fmt: skip
+        rows.append({"workload": work.name, "way": "floor", "seconds": floor, "loop_ratio": found["loop"][0] / floor,
+                     "floor_ratio": 1.0, "peak_mib": None, "max_rel_diff": None})  # fmt: skip
+    return rows
+
+
+def workloads(quick: bool) -> list[Workload]:
+    """The IFCA paper's MLP with four clusters and with one, and a small linear model."""
+    m = 48 if quick else 480
+    images = grouped(m, 50, 784, 10, groups=4)
+    points = linear(100 if quick else 500, 20, 20)
+    mlp, ols = MLP(784, 200, 10), Linear(20, 1)
+    return [
+        Workload(
+            f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 50, 784, 200, 10, 10, 4)
+        ),
+        Workload(
+            f"FedAvg, {m} × 50, 784-200-10, τ=10", mlp, images, 1, 10, 0.1, gram_flops(m, 50, 784, 200, 10, 10, 1)
+        ),
+        Workload(
+            f"FedAvg, {len(points)} × 20, linear, d=20, τ=10",
+            ols,
+            points,
+            1,
+            10,
+            0.02,
+            len(points) * 10 * 4.0 * 20 * 20,
+        ),
+    ]
+
+
+def gram_flops(m: int, n: int, d: int, h: int, classes: int, tau: int, k: int) -> float:
+    """Operations of the cheapest exact form known: see `executors.fused`; the Gram matrices are made once per run."""
+    choose = 2.0 * m * n * d * h * k
+    steps = (tau - 1) * 2.0 * m * n * n * h
+    tail = tau * 6.0 * m * n * h * classes
+    total = 2.0 * m * n * h * d
+    return choose + steps + tail + total
+
+
+def grouped(m: int, n: int, d: int, classes: int, groups: int) -> Federation:
+    """Well separated groups, so that no near-tie makes two exact ways choose differently."""
+    g = torch.Generator().manual_seed(0)
+    centres = torch.rand(groups, classes, d, generator=g)
+    clients = []
+    for i in range(m):
+        y = torch.randint(classes, (n,), generator=g)
+        clients.append((centres[i * groups // m][y] + 0.1 * torch.randn(n, d, generator=g), y))
+    return Federation.from_clients(clients)
+
+
+def linear(m: int, n: int, d: int) -> Federation:
+    """One linear regression, dealt to all."""
+    g = torch.Generator().manual_seed(0)
+    theta = torch.randn(d, generator=g)
+    rows = [torch.randn(n, d, generator=g) for _ in range(m)]
+    return Federation.from_clients([(x, x @ theta) for x in rows])
+
+
+def product_rate(device: torch.device) -> float:
+    """Operations per second of a large matrix product, the best of five."""
+    side = LARGE[device.type]
+    a = torch.randn(side, side, device=device)
+    return 2 * side**3 / min(_timed(lambda: a @ a, device) for _ in range(6))
+
+
+def _executor(work: Workload, name: str, device: torch.device) -> tuple[float, Params]:
+    """Seconds per round, and the models after the first."""
+    cohort = EXECUTORS[name](work.federation, work.task, Key.of(0), device)
+    start = work.algorithm.start(work.task, cohort.at(0), Key.of(0))
+    state, times = start, []
+    for t in range(1 + (1 if name == "sequential" else ROUNDS)):
+        begin = time.perf_counter()
+        state, _ = work.algorithm.round(start, cohort.at(t))
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:]), work.algorithm.models(state)
+
+
+def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
+    cohort = EXECUTORS["sequential"](work.federation, work.task, Key.of(0), device)
+    start = work.algorithm.models(work.algorithm.start(work.task, cohort.at(0), Key.of(0)))
+    clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
+    found: list[Params] = []
+    seconds = [
+        _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau)), device) for _ in "12"
+    ]
+    return min(seconds), found[-1]
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> bool:
+    """Begin to watch the peak of memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif (file := Path("/proc/self/clear_refs")).exists():
+        file.write_text("5")  # Linux then forgets the highest resident size so far
+    return True
+
+
+def _peak(device: torch.device) -> float | None:
+    """MiB at the peak: allocated on a GPU, resident in all on a CPU; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
