@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -158,6 +158,14 @@ def fit(
     return loop.run(resume)
 
 
+class _Now(NamedTuple):
+    """Where a run stands. It is replaced as a whole, so that a stop at any moment finds parts that fit together."""
+
+    state: Any
+    done: int  # rounds
+    memory: dict[int, Any]  # what the clients keep for themselves
+
+
 class _Loop:
     """The rounds of one run."""
 
@@ -168,25 +176,28 @@ class _Loop:
         self.rounds, self.record, self.callbacks = rounds, record, callbacks
         self.every = math.ceil(rounds / EVALUATIONS)
         self.history: list[dict[str, Any]] = []
-        self.now: tuple[Any, int] = (None, 0)  # the state and its number of rounds, replaced together
+        self.now = _Now(None, 0, {})
         self.start_seconds = 0.0
 
     @property
     def state(self) -> Any:
-        return self.now[0]
+        return self.now.state
+
+    def _publish(self, state: Any, done: int) -> None:
+        self.now = _Now(state, done, dict(self.cohort.ledger.memory))
 
     def run(self, resume: bool) -> Run:
         try:
             if not (resume and self._restore()):
                 self._start()
-            for t in range(self.now[1], self.rounds):
+            for t in range(self.now.done, self.rounds):
                 if self.algorithm.done(self.state):
                     break
                 self._round(t)
             return self._finish()
         except KeyboardInterrupt:
             self._checkpoint(force=True)
-            _say(_interrupted(self.now[1], self.rounds, self.record))
+            _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
 
     def _start(self) -> None:
@@ -195,9 +206,9 @@ class _Loop:
         if bad := self._not_finite(state):
             raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
         self.start_seconds = time.perf_counter() - begin  # charged to the first round, as its bytes are
-        self.now = (state, 0)
         if self.record:
             self.record.begin()
+        self._publish(state, 0)
 
     def _round(self, t: int) -> None:
         begin = time.perf_counter()
@@ -214,7 +225,7 @@ class _Loop:
         if self.record:
             self.record.event("round", **row)
         self.history.append(row)
-        self.now = (state, t + 1)
+        self._publish(state, t + 1)
         self._checkpoint()
         for callback in self.callbacks:
             callback(row)
@@ -261,10 +272,8 @@ class _Loop:
 
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
-            ledger = self.cohort.ledger
-            state, done = self.now
-            content = {"state": state, "memory": ledger.memory, "chunks": ledger.chunks, "done": done}
-            self.record.checkpoint(done, content, force=force)
+            now = self.now
+            self.record.checkpoint(now.done, {**now._asdict(), "chunks": self.cohort.ledger.chunks}, force=force)
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
@@ -281,7 +290,7 @@ class _Loop:
         self.history = self.record.rewind(content["done"])
         self.cohort.ledger.memory = content["memory"]
         self.cohort.ledger.chunks = content["chunks"]
-        self.now = (snapshot.to_device(content["state"], self.cohort.device), content["done"])
+        self._publish(snapshot.to_device(content["state"], self.cohort.device), content["done"])
         return True
 
     def _tell(self) -> None:
@@ -292,12 +301,12 @@ class _Loop:
                 self.record.event("log", message=message)
 
     def _result(self) -> Run:
-        scores = evaluate(self.algorithm, self.state, self.cohort.at(self.now[1]))
+        scores = evaluate(self.algorithm, self.state, self.cohort.at(self.now.done))
         return Run(
             self.algorithm,
             self.state,
             scores,
-            self.history[: self.now[1]],
+            self.history[: self.now.done],
             self.record and self.record.path,
             self.cohort,
         )
@@ -310,7 +319,7 @@ class _Loop:
         if self.record:
             self._checkpoint(force=True)
             self.record.finish(self.algorithm.models(self.state), _summary(run))
-            self.record.event("end", rounds=self.now[1])
+            self.record.event("end", rounds=self.now.done)
         return run
 
 
