@@ -68,12 +68,13 @@ def show(path: Path) -> None:
 
 def compare(paths: list[Path]) -> None:
     """Several runs, one row each."""
-    table = _table("run", "method", ">score", ">ari", ">clusters", ">rounds", ">down", ">up", ">seconds")
-    for path in paths:
-        info = summary(path, brief=True)
+    infos = [summary(path, brief=True) for path in paths]
+    metrics = "/".join(dict.fromkeys(info["result"]["metric"] for info in infos))
+    table = _table("run", "method", f">{metrics}", ">ari", ">k", ">rounds", ">down", ">up", ">s")
+    for path, info in zip(paths, infos, strict=True):
         r = info["result"]
         table.add_row(
-            str(path), info["config"]["algorithm"]["name"], f"{r['metric']} {r['score']:.4f}", _number(r.get("ari")),
+            str(path), info["config"]["algorithm"]["name"], f"{r['score']:.4f}", _number(r.get("ari")),
             str(r["clusters"]), str(info["rounds"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]),
             f"{r['seconds']:.2f}",
         )  # fmt: skip
@@ -107,9 +108,14 @@ def experiment(result: dict[str, Any]) -> None:
     """An experiment's rows beside the paper's."""
     console.print(f"[bold]{result['name']}[/bold]  {result['title']}")
     rows = result["rows"]
-    table = _table(*[n if isinstance(rows[0][n], str) else f">{n}" for n in rows[0]])
+    same = [n for n in rows[0] if len(rows) > 1 and all(r[n] == rows[0][n] for r in rows)]
+    if same:
+        console.print("in all rows: " + ", ".join(f"{n} {rows[0][n]}" for n in same), style="dim")
+    columns = [n for n in rows[0] if n not in same]
+    table = _table(*[n if isinstance(rows[0][n], str) else f">{n}" for n in columns])
     for row in rows:
-        table.add_row(*[_number(v) if isinstance(v, float) or v is None else str(v) for v in row.values()])
+        cells = [row[n] for n in columns]
+        table.add_row(*[_number(v) if isinstance(v, float) or v is None else str(v) for v in cells])
     console.print(table)
     console.print(
         f"{result['seconds']:.0f} s on {result['device']}, commit {result['commit']}; written to {result['path']}"
@@ -141,7 +147,10 @@ def tables(found: dict[str, dict[str, str]]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+        if name.startswith(">"):  # a number is never cut in two
+            table.add_column(name.lstrip(">"), justify="right", no_wrap=len(name) < 12, min_width=5)
+        else:
+            table.add_column(name, overflow="fold")
     return table
 
 
