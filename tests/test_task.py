@@ -61,7 +61,10 @@ def test_a_layer_that_cannot_be_drawn_anew_is_refused_but_a_builder_works():
 
     with pytest.raises(ValueError, match="no reset_parameters"):
         ct.Task.classifier(Odd())
-    loss = lambda out, y: (out[:, 0] - y).square()  # noqa: E731
+
+    def loss(out, y):
+        return (out[:, 0] - y).square()
+
     task = ct.Task.from_module(Odd, loss, loss, "mse")
     assert not torch.equal(task.init(Key.of(0))["w"], task.init(Key.of(1))["w"])
 

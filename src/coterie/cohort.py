@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from coterie.client import ClientStep, Reply
 from coterie.federation import Federation
@@ -192,7 +192,7 @@ def slot_sum(reply: Reply, slots: int) -> Sums:
 def weighted_sums(slot: Tensor, weight: Tensor, slots: int) -> Callable[[Tensor], Tensor]:
     """A function that adds rows (b, …) up by slot (slots, …), for b slots and weights of any shape."""
     slot, weight = slot.flatten(), weight.flatten()
-    share = F.one_hot(slot, slots).to(weight.dtype) * weight[:, None]
+    share = one_hot(slot, slots).to(weight.dtype) * weight[:, None]
 
     def total(x: Tensor) -> Tensor:
         rows = x.reshape(len(slot), -1)

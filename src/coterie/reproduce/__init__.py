@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -63,9 +64,7 @@ def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device
 
 def draw(name: str, where: Path) -> None:
     """Draw NAME.png from NAME.json; without matplotlib there is only the JSON."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         return
     result = json.loads((where / f"{name}.json").read_text(encoding="utf-8"))
     KINDS[experiments()[name]["kind"]].draw(result, where / f"{name}.png")
