@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_unflatten
 
 import coterie as ct
 from coterie.executors import EXECUTORS
-from coterie.executors.fused import descend
+from coterie.executors.descent import descend
 from coterie.executors.graphs import Recording, Replayed
 from coterie.key import Key
 from coterie.tree import flat, leaves

@@ -20,6 +20,7 @@ from torch.nn.functional import one_hot
 from coterie.client import ClientStep, Reply
 from coterie.federation import Federation
 from coterie.key import Key
+from coterie.precision import Precision, arithmetic
 from coterie.task import Task
 from coterie.tree import leaves, nbytes, take, tree_map
 from coterie.uplink import Uplink
@@ -61,13 +62,20 @@ class Cohort(ABC):
     """
 
     def __init__(
-        self, federation: Federation, task: Task, key: Key, device: torch.device, uplink: Uplink | None = None
+        self,
+        federation: Federation,
+        task: Task,
+        key: Key,
+        device: torch.device,
+        uplink: Uplink | None = None,
+        precision: Precision = "float32",
     ) -> None:
         self.federation = federation
         self.task = task
         self.key = key
         self.device = device
         self.uplink = uplink or Uplink()
+        self.precision: Precision = precision
         self.ledger = Ledger()
         self.clients = torch.arange(len(federation))
         self.when: tuple[int, ...] = ()
@@ -130,22 +138,24 @@ class Cohort(ABC):
         """
         update, weight, order, notes = None, torch.zeros(slots, device=self.device), [], []
         shared, down = self._sent(shared, rows)
-        for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
-            self._charge(down * len(at), up)
-            update = part.update if update is None else tree_map(torch.add, update, part.update)
-            weight = weight + part.weight
-            order.append(at)
-            notes.append(part.note)
+        with arithmetic(self.precision, self.device):
+            for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
+                self._charge(down * len(at), up)
+                update = part.update if update is None else tree_map(torch.add, update, part.update)
+                weight = weight + part.weight
+                order.append(at)
+                notes.append(part.note)
         return Sums(update, weight, _in_order(notes, order))
 
     def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         order, replies = [], []
         shared, down = self._sent(shared, rows)
-        for at, reply in self._replies(step(self.task), _name(step), shared, rows):
-            replies.append(reply._replace(memory=()))
-            self._charge(down * len(at), nbytes(replies[-1]))
-            order.append(at)
+        with arithmetic(self.precision, self.device):
+            for at, reply in self._replies(step(self.task), _name(step), shared, rows):
+                replies.append(reply._replace(memory=()))
+                self._charge(down * len(at), nbytes(replies[-1]))
+                order.append(at)
         return _in_order(replies, order)
 
     @abstractmethod

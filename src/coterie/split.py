@@ -6,14 +6,22 @@ Full-batch training of such a model needs no copy of the first weight matrix per
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from coterie.losses import cross_entropy, squared_error
 from coterie.tree import Params
+
+
+class Head(NamedTuple):
+    """The names of V and c where all that comes after z is Vᵀrelu(z) + c, under cross-entropy."""
+
+    weight: str
+    bias: str
 
 
 class FirstLinear(NamedTuple):
@@ -23,11 +31,15 @@ class FirstLinear(NamedTuple):
         weight: The name of W.
         bias: The name of b, None where there is none.
         loss: `loss(rest, z, y) -> (n,)`: the loss of each row, from the other parameters and z (n, h).
+        head: Set if what comes after is a `Head`.
+        squared: Whether nothing comes after, and the loss is (y - z)².
     """
 
     weight: str
     bias: str | None
     loss: Callable[[Params, Tensor, Tensor], Tensor]
+    head: Head | None
+    squared: bool
 
 
 class _Given(nn.Module):
@@ -77,6 +89,8 @@ def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tenso
         same = torch.equal(after(x), out) and torch.equal(after(x.flip(0) + 1), out)
     if not same or _tied(module, layer):
         return None
+    squared = loss is squared_error and _is_nothing(after, x, z.shape)
+    head = _head(after, x, z.shape) if loss is cross_entropy else None
     skeleton = after.to("meta")
 
     def rest_loss(rest: Params, z: Tensor, y: Tensor) -> Tensor:
@@ -84,7 +98,35 @@ def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tenso
         return loss(functional_call(skeleton, {**rest, f"{prefix}z": z}, (anything,)), y)
 
     bias = f"{prefix}bias" if layer.bias is not None else None
-    return FirstLinear(f"{prefix}weight", bias, rest_loss)
+    return FirstLinear(f"{prefix}weight", bias, rest_loss, head, squared)
+
+
+def _outputs(after: nn.Module, x: Tensor, shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some values of z, small and large, and what comes out for each."""
+    given = next(layer for layer in after.modules() if isinstance(layer, _Given))
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-3, 1.0, 1e3):
+        z = scale * torch.randn(shape, generator=generator)
+        with torch.no_grad():
+            given.z.copy_(z)
+            yield z, after(x)
+
+
+def _is_nothing(after: nn.Module, x: Tensor, shape: torch.Size) -> bool:
+    return all(torch.equal(z, out) for z, out in _outputs(after, x, shape))
+
+
+def _head(after: nn.Module, x: Tensor, shape: torch.Size) -> Head | None:
+    rest = {n: p for n, p in after.named_parameters() if n.rpartition(".")[2] != "z"}
+    weight = next((n for n, p in rest.items() if p.dim() == 2 and p.shape[1] == shape[1]), None)
+    bias = next((n for n, p in rest.items() if p.dim() == 1 and weight and len(p) == len(rest[weight])), None)
+    if len(rest) != 2 or weight is None or bias is None:
+        return None
+    with torch.no_grad():
+        for z, out in _outputs(after, x, shape):
+            if not torch.equal(nn.functional.linear(z.relu(), rest[weight], rest[bias]), out):
+                return None
+    return Head(weight, bias)
 
 
 def _replaced(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coterie.key import Key
+from coterie.losses import cross_entropy, squared_error
 from coterie.split import FirstLinear, split_first_linear
 from coterie.tree import Params
 
@@ -58,7 +59,7 @@ class Task:
         """Cross-entropy and accuracy for a module that returns one logit per class."""
         return cls.from_module(
             module,
-            loss=_cross_entropy,
+            loss=cross_entropy,
             score=lambda out, y: (out.argmax(-1) == y).float(),
             metric="accuracy",
             check=_check_labels,
@@ -68,14 +69,10 @@ class Task:
     @classmethod
     def regressor(cls, module: nn.Module) -> Task:
         """Squared loss (y - f(x))², summed over the outputs; the score is the mean squared error."""
-
-        def squared(out: Tensor, y: Tensor) -> Tensor:
-            return (out.reshape(y.shape) - y).square().flatten(1).sum(1) if y.dim() > 1 else (out[..., 0] - y).square()
-
         return cls.from_module(
             module,
-            loss=squared,
-            score=squared,
+            loss=squared_error,
+            score=squared_error,
             metric="mse",
             check=_check_targets,
             spec={"kind": "regressor", **_spec(module)},
@@ -134,11 +131,6 @@ class Task:
             split=lambda x: split_first_linear(build(), loss, x),
             spec=spec or {},
         )
-
-
-def _cross_entropy(out: Tensor, y: Tensor) -> Tensor:
-    """Written out, because torch's own is slow under vmap."""
-    return out.logsumexp(-1) - out.gather(-1, y[..., None])[..., 0]
 
 
 def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[..., nn.Module]:

@@ -1,13 +1,15 @@
 """Full-batch local training without a weight matrix per client: exact, and many times faster than one step at a time.
 
 A client has X (n × d), and its model starts with z = XWᵀ + b. The gradient with respect to W is GᵀX, where G (n × h)
-is the gradient at z. So after any number of full-batch steps W = W⁰ + BᵀX, where B (n × h) has collected the G's, and
+is the gradient at z. So after any number of full-batch steps W = W⁰ + BᵀX and b = b⁰ + Bᵀ1, where B (n × h) has
+collected the G's, and
 
-    X Wᵀ = X W⁰ᵀ + (X Xᵀ) B.
+    z = z⁰ + (X Xᵀ + 1) B.
 
-X W⁰ᵀ was computed when the client chose its cluster, the Gram matrix X Xᵀ (n × n) once per run, and the sum of many
+z⁰ was computed when the client chose its cluster, the Gram matrix X Xᵀ (n × n) once per run, and the sum of many
 clients' new W is one product Σ BᵢᵀXᵢ. For n < d no client ever has a W of its own: the *dual* form. For n ≥ d it is
-cheaper to keep W, batched over clients: the *primal* form.
+cheaper to keep W, batched over clients: the *primal* form. Where nothing comes after z and the loss is squared, all τ
+steps are one linear map of the residuals, made once for a step size: the *closed* form.
 
 The executor recognises a `Plan`, never an algorithm. Throughout, c is the clients of a chunk, r the starts that run
 side by side, s the models that were sent.
@@ -15,7 +17,7 @@ side by side, s the models that were sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +26,16 @@ from torch.func import vmap
 
 from coterie.client import ClientStep, Plan, Reply
 from coterie.cohort import Sums, weighted_sums
+from coterie.executors.descent import Moved, Work, descend, leap, reach_of
 from coterie.executors.graphs import Replayed
 from coterie.executors.vectorised import Vectorised
 from coterie.split import FirstLinear
 from coterie.task import Data
 from coterie.tree import Params, nbytes, take, tree_map
 
-CACHED = 96 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
+CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
 FEW = 64  # up to so many models, clients with the same one share a product
+RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
 
 
 class Fused(Vectorised):
@@ -40,6 +44,7 @@ class Fused(Vectorised):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._known: dict[str, FirstLinear | None] = {}
+        self._rates: dict[bytes, float] = {}  # the step size that each chunk had last
         self._descend = Replayed(descend) if self.device.type == "cuda" else descend
 
     def _sums(
@@ -76,17 +81,39 @@ class Fused(Vectorised):
         """Choose and train for the clients at these positions."""
         data = self._store.rows(self.part, self.clients[at])
         data = data._replace(x=data.x.flatten(2))
-        dual = data.x.shape[1] < data.x.shape[2]
-        kernel = self._store.gram(self.clients[at], data.x, keep=len(self) == self.population) if dual else None
         if sent.rows is None:
             z, label = choose(split, sent, data)
         else:
             label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
-            z = first_product(sent.models[split.weight], data.x, label)
-        start = None if dual else take(sent.models[split.weight], label)
-        rest = take({n: p for n, p in sent.models.items() if n != split.weight}, label)
-        moved, rest, loss = self._descend(split, sent.plan, data, z, kernel, start, rest, sent.lr)
-        return Trained(data.x, moved, rest, label, loss, dual=dual, based=not sent.plan.gradient)
+            z = first_product(split, sent.models, data.x, label)
+        rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
+        kernel = self._kernel(split, data.x, self.clients[at])
+        work = Work(data.x, data.y, row_shares(data), z, kernel, rest, sent.lr)
+        moved = self._move(split, sent.plan, work, self.clients[at])
+        return Trained(data.x, moved, label, based=not sent.plan.gradient)
+
+    def _kernel(self, split: FirstLinear, x: Tensor, clients: Tensor) -> Tensor | None:
+        """XXᵀ, plus 1 for b, where the dual form is the cheaper one."""
+        if x.shape[1] >= x.shape[2]:
+            return None
+        one = float(split.bias is not None)
+        return self._store.kept("gram", clients, lambda: x @ x.transpose(1, 2) + one, keep=self._everybody)
+
+    def _move(self, split: FirstLinear, plan: Plan, work: Work, clients: Tensor) -> Moved:
+        """Train, in closed form where one is known and its matrix serves for more than a round."""
+        if not split.squared or plan.gradient or not self._everybody:
+            return self._descend(split, plan, work)
+        chunk, rate = clients.numpy().tobytes(), float(work.lr)
+        if self._rates.get(chunk) != rate:  # it may be another in the next round
+            self._rates[chunk] = rate
+            return descend(split, plan, work)
+        name = f"reach {rate} {plan.tau} {plan.prox}"
+        return leap(work, self._store.kept(name, clients, lambda: reach_of(split, plan, work), keep=True))
+
+    @property
+    def _everybody(self) -> bool:
+        """Whether all clients take part, so that what is made for a chunk will be wanted again."""
+        return len(self) == self.population
 
     def _weight(self, plan: Plan, at: Tensor, like: Tensor) -> Tensor:
         """How heavily each client and start counts (c, r)."""
@@ -130,149 +157,93 @@ class Sent(NamedTuple):
     def note(self, trained: Trained) -> dict[str, Tensor]:
         """The clients' diagnostics."""
         if self.labelled:
-            return {"label": trained.label % self.plan.slots_per_start, "loss": trained.loss}
-        return {"loss": trained.loss[:, 0]}
+            return {"label": trained.label % self.plan.slots_per_start, "loss": trained.moved.loss}
+        return {"loss": trained.moved.loss[:, 0]}
 
 
 class Trained(NamedTuple):
     """What a chunk of clients ends with."""
 
     x: Tensor  # (c, n, d)
-    moved: Tensor  # dual: B (c, r, n, h); primal: W (c, r, h, d)
-    rest: Params  # all other parameters (c, r, …)
+    moved: Moved
     label: Tensor  # the model each took (c, r)
-    loss: Tensor  # F_i of it before training (c, r)
-    dual: bool
-    based: bool  # whether BᵀX is to be added to W⁰, or is itself the answer (a gradient)
+    based: bool  # whether what moved is to be added to W⁰ and b⁰, or is itself the answer (a gradient)
 
     def models(self, split: FirstLinear, start: Params) -> Params:
         """Every client's model (c, r, …)."""
-        weight = self.moved
-        if self.dual:
-            weight = self.moved.transpose(-1, -2) @ self.x[:, None]
-            if self.based:
-                weight = weight + take(start[split.weight], self.label)
-        return {n: weight if n == split.weight else self.rest[n] for n in start}
+        first, bias = self.moved.first, self.moved.bias
+        own = {**self.moved.rest, split.weight: first if bias is not None else first.transpose(2, 3) @ self.x[:, None]}
+        if split.bias:
+            own[split.bias] = first.sum(2) if bias is None else bias
+        if self.based:
+            own |= {n: own[n] + take(start[n], self.label) for n in (split.weight, split.bias) if n}
+        return {n: own[n] for n in start}
 
     def sums(self, split: FirstLinear, start: Params, weight: Tensor) -> Sums:
         """Σ weight · model over the clients that took each model (s, …)."""
+        first, bias = self.moved.first, self.moved.bias
         total = weighted_sums(self.label, weight, len(start[split.weight]))
-        first = self._dual_sum(start[split.weight], weight) if self.dual else total(self.moved.flatten(0, 1))
-        update = {n: first if n == split.weight else total(self.rest[n].flatten(0, 1)) for n in start}
-        return Sums(update, total(torch.ones_like(weight.flatten())), {})
+        count = total(torch.ones_like(weight.flatten()))
+        own = {n: total(x.flatten(0, 1)) for n, x in self.moved.rest.items()}
+        own[split.weight] = self._rows_sum(weight, start[split.weight]) if bias is None else total(first.flatten(0, 1))
+        if split.bias:
+            own[split.bias] = total((first.sum(2) if bias is None else bias).flatten(0, 1))
+        for n in (split.weight, split.bias) if self.based else ():
+            if n:
+                own[n] += count.reshape(-1, *[1] * (start[n].dim() - 1)) * start[n]
+        return Sums({n: own[n] for n in start}, count, {})
 
-    def _dual_sum(self, start: Tensor, weight: Tensor) -> Tensor:
-        """Σ weight · (W⁰ + BᵀX): one product per model, over all rows of the clients that took it."""
-        total = torch.zeros_like(start)
-        for s in self.label.unique().tolist():
-            at, r = (self.label == s).nonzero(as_tuple=True)
-            own = self.moved[at, r] * weight[at, r, None, None]
-            total[s] = own.flatten(0, 1).T @ self.x[at].flatten(0, 1)
-            if self.based:
-                total[s] += weight[at, r].sum() * start[s]
+    def _rows_sum(self, weight: Tensor, like: Tensor) -> Tensor:
+        """Σ weight · BᵀX over the clients that took each model: few large products over many clients' rows."""
+        total, own = torch.zeros_like(like), self.moved.first * weight[..., None, None]
+        for s, at, r in _members(self.label):
+            total[s].addmm_(own[at, r].flatten(0, 1).T, self.x[at].flatten(0, 1))
         return total
 
 
+def _members(label: Tensor) -> Iterator[tuple[int, Any, Any]]:
+    """Models, and who took them: indices of clients and starts, of which no two are the same."""
+    if label.shape[1] == 1:  # rows of neighbours with one model need not be copied
+        taken, length = label[:, 0].unique_consecutive(return_counts=True)
+        if len(taken) * RUN <= len(label):
+            end = length.cumsum(0)
+            for s, a, e in zip(taken.tolist(), (end - length).tolist(), end.tolist(), strict=True):
+                yield s, slice(a, e), 0
+            return
+    for s in label.unique().tolist():
+        yield s, *(label == s).nonzero(as_tuple=True)
+
+
 def choose(split: FirstLinear, sent: Sent, data: Data) -> tuple[Tensor, Tensor]:
-    """XW⁰ᵀ of the model that each start likes best (c, r, n, h), and which it is (c, r).
+    """z⁰ of the model that each start likes best (c, r, n, h), and which it is (c, r).
 
     The models are the same for all clients, so their rows can be treated as one long list.
     """
     weight, k = sent.models[split.weight], sent.plan.clusters or 1
-    (s, _, d), (c, n) = weight.shape, data.x.shape[:2]
-    z = data.x.reshape(c * n, d) @ weight.transpose(1, 2)  # (s, c·n, h)
+    (s, h, d), (c, n) = weight.shape, data.x.shape[:2]
+    z = (data.x.reshape(c * n, d) @ weight.reshape(s * h, d).T).unflatten(1, (s, h))
+    if split.bias:
+        z += sent.models[split.bias]
     rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}
-    shifted = z + sent.models[split.bias][:, None] if split.bias else z
-    each = vmap(split.loss, in_dims=(0, 0, None))(rest, shifted, data.y.flatten(0, 1)).unflatten(1, (c, n))
+    each = vmap(split.loss, in_dims=(0, 1, None))(rest, z, data.y.flatten(0, 1)).unflatten(1, (c, n))
     mean = (each * row_shares(data)).sum(-1).T  # (c, s)
     best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(1, (s // k, k)).argmin(-1)
     label = best + k * torch.arange(s // k, device=z.device)
-    return z.unflatten(1, (c, n))[label, torch.arange(c, device=z.device)[:, None]], label
+    return z.unflatten(0, (c, n))[torch.arange(c, device=z.device)[:, None], :, label], label
 
 
-def first_product(weight: Tensor, x: Tensor, label: Tensor) -> Tensor:
-    """XW⁰ᵀ of the model that each client and start was sent (c, r, n, h)."""
+def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor) -> Tensor:
+    """z⁰ of the model that each client and start was sent (c, r, n, h)."""
+    weight = models[split.weight]
     if len(weight) > FEW:  # a model each: one small product per client
-        return x[:, None] @ take(weight, label).transpose(-1, -2)
-    if len(weight) == 1:
-        return (x @ weight[0].T)[:, None].expand(-1, label.shape[1], -1, -1)
-    z = x.new_empty(*label.shape, x.shape[1], weight.shape[1])
-    for s in label.unique().tolist():
-        at, r = (label == s).nonzero(as_tuple=True)
-        z[at, r] = x[at] @ weight[s].T
-    return z
-
-
-def descend(
-    split: FirstLinear,
-    plan: Plan,
-    data: Data,
-    first: Tensor,
-    kernel: Tensor | None,
-    start: Tensor | None,
-    rest: Params,
-    lr: Tensor,
-) -> tuple[Tensor, Params, Tensor]:
-    """τ steps of every client and start, or one gradient.
-
-    Args:
-        split: The model, taken apart.
-        plan: What is to be done.
-        data: The clients' rows (c, n, …).
-        first: XW⁰ᵀ (c, r, n, h).
-        kernel: XXᵀ (c, n, n) for the dual form, None for the primal.
-        start: W⁰ (c, r, h, d) for the primal form.
-        rest: All parameters but W (c, r, …).
-        lr: γ.
-
-    Returns:
-        B or W, the other parameters, and the loss before the first step.
-    """
-    rows, begin = data.x[:, None], rest
-    moved = torch.zeros_like(first) if start is None else start
-    loss = first  # replaced in the first step
-    for q in range(1 if plan.gradient else plan.tau):
-        if q == 0:
-            z = first
-        else:
-            z = rows @ moved.transpose(-1, -2) if kernel is None else _add_product(first, kernel, moved)
-        at_z, own, now = gradients(split, data, rest, z)
-        loss = now if q == 0 else loss
-        down = at_z if start is None else at_z.transpose(-1, -2) @ rows
-        if plan.gradient:
-            return down, own, loss
-        if plan.prox:
-            down = down + plan.prox * (moved if start is None else moved - start)
-            own = tree_map(lambda g, p, p0: g + plan.prox * (p - p0), own, rest, begin)
-        moved = torch.addcmul(moved, down, lr, value=-1)
-        rest = tree_map(lambda p, g: torch.addcmul(p, g, lr, value=-1), rest, own)
-    return moved, rest, loss
-
-
-def _add_product(first: Tensor, kernel: Tensor, moved: Tensor) -> Tensor:
-    """Add kernel @ moved to first, for kernels (c, n, n) shared by all starts; one pass over memory where it can be."""
-    if first.shape[1] == 1:
-        return torch.baddbmm(first[:, 0], kernel, moved[:, 0])[:, None]
-    return first + kernel[:, None] @ moved
-
-
-def gradients(split: FirstLinear, data: Data, rest: Params, z: Tensor) -> tuple[Tensor, Params, Tensor]:
-    """The gradients at XWᵀ and at the other parameters, and the loss."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        leaves = {n: p.detach().requires_grad_() for n, p in rest.items()}
-        loss = losses(split, data, leaves, z)
-        found = torch.autograd.grad(loss.sum(), [z, *leaves.values()])
-    return found[0], dict(zip(leaves, found[1:], strict=True)), loss.detach()
-
-
-def losses(split: FirstLinear, data: Data, rest: Params, z: Tensor) -> Tensor:
-    """Mean losses (c, r) from XWᵀ (c, r, n, h) and all other parameters (c, r, …)."""
-    shifted = z + rest[split.bias][..., None, :] if split.bias else z
-    others = {n: p for n, p in rest.items() if n != split.bias}
-    over_starts: Callable[..., Tensor] = vmap(split.loss, in_dims=(0, 0, None))
-    each = vmap(over_starts)(others, shifted, data.y)
-    return (each * row_shares(data)[:, None]).sum(-1)
+        z = x[:, None] @ take(weight, label).transpose(-1, -2)
+    elif len(weight) == 1:
+        z = (x @ weight[0].T)[:, None].repeat(1, label.shape[1], 1, 1)
+    else:
+        z = x.new_empty(*label.shape, x.shape[1], weight.shape[1])
+        for s, at, r in _members(label):
+            z[at, r] = x[at] @ weight[s].T
+    return z if split.bias is None else z.add_(take(models[split.bias], label)[:, :, None])
 
 
 def row_shares(data: Data) -> Tensor:

@@ -56,7 +56,8 @@ class Replayed:
         for own, given in zip(recording.inputs, (x for x in flat if isinstance(x, Tensor)), strict=True):
             own.copy_(given)
         recording.replay()
-        return tree_map(torch.clone, recording.outputs)  # the next replay writes to the same memory
+        # The next replay writes to the same memory.
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, recording.outputs)
 
     def record(self, flat: list[Any], spec: Any) -> Recording:
         """Run the function once on copies of its arguments, keeping its kernels."""

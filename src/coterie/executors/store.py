@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ class Store:
         self.federation = federation
         self.device = device
         self._packed: dict[str, Packed] = {}
-        self._grams: dict[bytes, Tensor] = {}
+        self._kept: dict[tuple[str, bytes], Tensor] = {}
 
     def rows(self, part: str, clients: Tensor) -> Data:
         """The rows of these clients as one `Data` (c, n, …) with n the size of the largest."""
@@ -67,15 +68,15 @@ class Store:
             mask = (step < sizes[:, None]).float()
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
 
-    def gram(self, clients: Tensor, x: Tensor, *, keep: bool) -> Tensor:
-        """XXᵀ of these clients' training rows (c, n, n); with `keep`, kept for the next round while memory allows."""
-        name = clients.numpy().tobytes()
-        if name not in self._grams:
-            made = x @ x.transpose(-1, -2)
-            if not keep or nbytes(self._grams) + nbytes(made) > free_memory(self.device) / 4:
+    def kept(self, name: str, clients: Tensor, make: Callable[[], Tensor], *, keep: bool) -> Tensor:
+        """What `make` makes for these clients; with `keep`, kept for the next round while memory allows."""
+        key = name, clients.numpy().tobytes()
+        if key not in self._kept:
+            made = make()
+            if not keep or nbytes(list(self._kept.values())) + nbytes(made) > free_memory(self.device) / 4:
                 return made
-            self._grams[name] = made
-        return self._grams[name]
+            self._kept[key] = made
+        return self._kept[key]
 
     def _resident(self, part: str) -> Packed:
         if part not in self._packed:
