@@ -117,10 +117,7 @@ class Cohort(ABC):
 
     def sample(self, fraction: float) -> Self:
         """A random share of the clients, at least one; who they are follows from the key and the moment."""
-        if fraction >= 1:
-            return self
-        order = self.key.fold(_SAMPLE, *self.when).shuffle(self.numbers)
-        return self.only(order[: max(1, round(fraction * len(self)))].sort().values)
+        return self if fraction >= 1 else self.only(sampled(self.key, self.when, self.numbers, fraction))
 
     def uncharged(self) -> Self:
         """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
@@ -186,6 +183,12 @@ class Cohort(ABC):
         other = copy.copy(self)
         vars(other).update(changes)
         return other
+
+
+def sampled(key: Key, when: tuple[int, ...], numbers: Tensor, fraction: float) -> Tensor:
+    """Positions of a random share of clients, at least one, that follows from the key, the moment and their numbers."""
+    order = key.fold(_SAMPLE, *when).shuffle(numbers)
+    return order[: max(1, round(fraction * len(numbers)))].sort().values
 
 
 def slot_sum(reply: Reply, slots: int) -> Sums:

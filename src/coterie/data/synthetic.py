@@ -48,13 +48,17 @@ def linear_mixture(
     if clients < groups or clients % groups:
         raise ValueError(f"linear_mixture: clients must be a positive multiple of {groups}, got {clients}")
     truth = linear_truth(features, groups, scale, seed, scaling)
-    g = Key.of(seed).fold(1).generator()
-    x = torch.randn(clients * rows, features, generator=g)
-    noise = sigma * torch.randn(clients * rows, generator=g)
+    x, noise = linear_draws(clients * rows, features, seed)
     per_group = clients * rows // groups
-    y = torch.cat([part @ theta for part, theta in zip(x.split(per_group), truth, strict=True)]) + noise
+    y = torch.cat([part @ theta for part, theta in zip(x.split(per_group), truth, strict=True)]) + sigma * noise
     offsets = torch.arange(clients + 1) * rows
     return Federation(Packed(x, y, offsets), groups=torch.arange(clients) // (clients // groups))
+
+
+def linear_draws(rows: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The x (rows, d) and ε/σ (rows,) of `linear_mixture` with the same seed, whatever its truth."""
+    g = Key.of(seed).fold(1).generator()
+    return torch.randn(rows, features, generator=g), torch.randn(rows, generator=g)
 
 
 def linear_truth(

@@ -28,6 +28,7 @@ from coterie.client import ClientStep, Plan, Reply
 from coterie.cohort import Sums, weighted_sums
 from coterie.executors.descent import Moved, Work, descend, leap, reach_of
 from coterie.executors.graphs import Replayed
+from coterie.executors.products import Factor
 from coterie.executors.vectorised import Vectorised
 from coterie.split import FirstLinear
 from coterie.task import Data
@@ -82,7 +83,7 @@ class Fused(Vectorised):
         data = self._store.rows(self.part, self.clients[at])
         data = data._replace(x=data.x.flatten(2))
         if sent.rows is None:
-            z, label = choose(split, sent, data)
+            z, label = choose(split, sent, data, self._factor(data.x, self.clients[at]))
         else:
             label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
             z = first_product(split, sent.models, data.x, label)
@@ -91,6 +92,13 @@ class Fused(Vectorised):
         work = Work(data.x, data.y, row_shares(data), z, kernel, rest, sent.lr)
         moved = self._move(split, sent.plan, work, self.clients[at])
         return Trained(data.x, moved, label, based=not sent.plan.gradient)
+
+    def _factor(self, x: Tensor, clients: Tensor) -> Factor:
+        """The rows of all clients as one long list, ready to be multiplied."""
+        rows = x.flatten(0, 1)
+        if self.device.type != "cuda" or self.precision != "float32":
+            return Factor.of(rows, split=False)
+        return self._store.kept("factor", clients, lambda: Factor.of(rows), keep=self._everybody)
 
     def _kernel(self, split: FirstLinear, x: Tensor, clients: Tensor) -> Tensor | None:
         """XXᵀ, plus 1 for b, where the dual form is the cheaper one."""
@@ -214,14 +222,14 @@ def _members(label: Tensor) -> Iterator[tuple[int, Any, Any]]:
         yield s, *(label == s).nonzero(as_tuple=True)
 
 
-def choose(split: FirstLinear, sent: Sent, data: Data) -> tuple[Tensor, Tensor]:
+def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Tensor, Tensor]:
     """z⁰ of the model that each start likes best (c, r, n, h), and which it is (c, r).
 
     The models are the same for all clients, so their rows can be treated as one long list.
     """
     weight, k = sent.models[split.weight], sent.plan.clusters or 1
     (s, h, d), (c, n) = weight.shape, data.x.shape[:2]
-    z = (data.x.reshape(c * n, d) @ weight.reshape(s * h, d).T).unflatten(1, (s, h))
+    z = rows.times(weight.reshape(s * h, d).T).unflatten(1, (s, h))
     if split.bias:
         z += sent.models[split.bias]
     rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}

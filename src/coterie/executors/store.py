@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from coterie.federation import Federation, Packed
 from coterie.task import Data
 from coterie.tree import nbytes
+
+Kept = TypeVar("Kept")
 
 
 def free_memory(device: torch.device) -> int:
@@ -50,7 +53,7 @@ class Store:
         self.federation = federation
         self.device = device
         self._packed: dict[str, Packed] = {}
-        self._kept: dict[tuple[str, bytes], Tensor] = {}
+        self._kept: dict[tuple[str, bytes], Any] = {}
 
     def rows(self, part: str, clients: Tensor) -> Data:
         """The rows of these clients as one `Data` (c, n, …) with n the size of the largest."""
@@ -68,7 +71,7 @@ class Store:
             mask = (step < sizes[:, None]).float()
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
 
-    def kept(self, name: str, clients: Tensor, make: Callable[[], Tensor], *, keep: bool) -> Tensor:
+    def kept(self, name: str, clients: Tensor, make: Callable[[], Kept], *, keep: bool) -> Kept:
         """What `make` makes for these clients; with `keep`, kept for the next round while memory allows."""
         key = name, clients.numpy().tobytes()
         if key not in self._kept:

@@ -9,113 +9,132 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from coterie import plots
-from coterie.algorithms import IFCA, FarthestFirst
-from coterie.algorithms.starts import Start
-from coterie.cohort import Cohort
-from coterie.data.synthetic import linear_mixture, linear_truth
-from coterie.federation import Federation
+from coterie.algorithms import FarthestFirst
+from coterie.cohort import sampled
+from coterie.data.synthetic import linear_draws, linear_truth
+from coterie.executors import find_device
 from coterie.key import Key
 from coterie.metrics import matched_accuracy
 from coterie.models import Linear
-from coterie.reproduce.rounds import last_state
+from coterie.reproduce.mixtures import Found, Mixtures, farthest_first, ifca
+from coterie.run import CLIENTS, START
 from coterie.task import Task
-from coterie.tree import Params
+
+WORK = {"cpu": 2**26, "cuda": 2**29}  # residuals that are in memory at a time
 
 log = logging.getLogger("coterie")
 
 
-@dataclass(frozen=True)
-class Bernoulli(Start):
-    """θ⁽⁰⁾ drawn coordinate-wise from Bernoulli(0.5), as in Section 6.1."""
+class Setting(NamedTuple):
+    """What the targets of a trial depend on besides its rows."""
 
-    def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
-        """Draw k models."""
-        like = task.init(key)
-        g = key.generator()
-        return {n: (torch.rand((k, *x.shape), generator=g) < 0.5).float() for n, x in like.items()}
+    scaling: Literal["code", "text"]
+    scale: float
+    sigma: float
 
 
 def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
-    """Every panel, scaling, cell and trial."""
+    """Every panel, size, setting and trial."""
     rows = []
     for panel in spec["panels"]:
-        axes = [panel[n] for n in ("scaling", "scale", "sigma", "clients", "rows")]
-        for scaling, scale, sigma, clients, n in itertools.product(*axes):
-            cell = {
-                "clients": clients,
-                "rows": n,
-                "groups": panel["groups"],
-                "scale": scale,
-                "sigma": sigma,
-                "scaling": scaling,
-            }
-            trials = [_trial(spec, panel, cell, seed, device) for seed in range(spec["trials"])]
-            rows.append({
-                "panel": panel["name"], **cell, "trials": len(trials),
-                "success": float(np.mean([t["random"]["success"] for t in trials])),
-                "matched": float(np.mean([t["random"]["matched"] for t in trials])),
-                "labels": float(np.mean([t["random"]["labels"] for t in trials])),
-                "success, farthest-first": float(np.mean([t["farthest_first"]["success"] for t in trials])),
-                "matched, farthest-first": float(np.mean([t["farthest_first"]["matched"] for t in trials])),
-                "labels, farthest-first": float(np.mean([t["farthest_first"]["labels"] for t in trials])),
-            })  # fmt: skip
-            log.warning("%s", rows[-1])
+        settings = [Setting(*s) for s in itertools.product(*(panel[n] for n in ("scaling", "scale", "sigma")))]
+        for clients, n in itertools.product(panel["clients"], panel["rows"]):
+            trials = _trials(spec, panel, settings, clients, n, find_device(device))
+            for at, setting in enumerate(settings):
+                rows.append({
+                    "panel": panel["name"], "clients": clients, "rows": n, "groups": panel["groups"],
+                    "scale": setting.scale, "sigma": setting.sigma, "scaling": setting.scaling, "trials": len(trials),
+                    **{what: float(np.mean([t[at][what] for t in trials])) for what in trials[0][at]},
+                })  # fmt: skip
+            log.warning("panel %s: %d clients of %d rows done", panel["name"], clients, n)
     return {"seeds": list(range(spec["trials"])), "rows": rows}
 
 
-def _trial(spec: dict[str, Any], panel: dict[str, Any], cell: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
-    federation = linear_mixture(features=spec["features"], seed=seed, **cell)
-    truth = linear_truth(spec["features"], cell["groups"], cell["scale"], seed, cell["scaling"])
-    starts = {"random": (Bernoulli(), spec["restarts"]), "farthest_first": (FarthestFirst(lr=spec["start_lr"]), 1)}
-    return {
-        name: _best(spec, panel, federation, truth, cell, start, r, seed, device) for name, (start, r) in starts.items()
+def _trials(
+    spec: dict[str, Any], panel: dict[str, Any], settings: list[Setting], clients: int, n: int, device: torch.device
+) -> list[list[dict[str, float]]]:
+    """What came of every trial and setting; as many trials at once as memory likes, while the next ones are drawn."""
+    width = len(settings) * len(panel["lr"]) * spec["restarts"] * panel["groups"]
+    at_once = max(1, WORK[device.type] // (clients * n * width))
+    seeds = list(range(spec["trials"]))
+    batches = [seeds[i : i + at_once] for i in range(0, len(seeds), at_once)]
+    out = []
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        coming: list[Any] = []
+        for now, then in itertools.pairwise([[], *batches, []]):
+            drawn = [future.result() for future in coming]
+            coming = [pool.submit(linear_draws, clients * n, spec["features"], seed) for seed in then]
+            if now:
+                out += _batch(spec, panel, settings, now, drawn, (clients, n), device)
+    return out
+
+
+def _batch(
+    spec: dict[str, Any], panel: dict[str, Any], settings: list[Setting], seeds: list[int],
+    drawn: list[tuple[Tensor, Tensor]], size: tuple[int, int], device: torch.device,
+) -> list[list[dict[str, float]]]:  # fmt: skip
+    """Some trials, every setting and start and step size of them in one computation."""
+    d, k = spec["features"], panel["groups"]
+    x, noise = (torch.stack([pair[i].to(device) for pair in drawn]).unflatten(1, size) for i in (0, 1))
+    truth = torch.stack(
+        [torch.stack([linear_truth(d, k, s.scale, seed, s.scaling) for s in settings]) for seed in seeds]
+    ).to(device)
+    sigma = torch.tensor([s.sigma for s in settings], device=device)
+    data = Mixtures.of(x, noise, truth, sigma)
+    keys = [Key.of(seed).fold(START) for seed in seeds]
+    task = Task.regressor(Linear(d, 1, bias=False))
+    random = torch.stack([_random_starts(key, k, d, spec["restarts"]) for key in keys]).to(device)
+    begin = torch.stack([task.init(key.fold(0, 0))["weight"][0] for key in keys]).to(device)
+    lent = data.only(torch.stack([_lenders(seed, size[0], k) for seed in seeds]).to(device))
+    starts = {
+        "": random[:, None].expand(-1, len(settings), -1, -1, -1),
+        ", farthest-first": farthest_first(lent, begin, spec["start_lr"], FarthestFirst().steps, k),
     }
+    lr = torch.tensor(panel["lr"], device=device)
+    limit = 0.6 * sigma + panel["slack"]
+    told: list[list[dict[str, float]]] = [[{} for _ in settings] for _ in seeds]
+    for name, theta in starts.items():
+        found = ifca(data, theta, lr, spec["rounds"], normalise=spec["normalise"])
+        _judge(found, truth, limit, name, told)
+    return told
 
 
-def _best(
-    spec: dict[str, Any], panel: dict[str, Any], federation: Federation, truth: Tensor, cell: dict[str, Any],
-    start: Start, restarts: int, seed: int, device: str,
-) -> dict[str, Any]:  # fmt: skip
-    """The best run over step sizes and starts, by the code's distance."""
-    task = Task.regressor(Linear(spec["features"], 1, bias=False))
-    groups = torch.as_tensor(federation.groups).numpy()
-    limit = 0.6 * cell["sigma"] + panel["slack"]
-    best = {"distance": float("inf"), "matched": float("inf"), "labels": 0.0}
-    for lr in panel["lr"]:
-        algorithm = IFCA(
-            k=cell["groups"],
-            average="gradient",
-            normalise=spec["normalise"],
-            lr=lr,
-            restarts=restarts,
-            holdout=0.0,
-            init=start,
-        )
-        state = last_state(algorithm, task, federation, spec["rounds"], seed, device)
-        theta = state.theta["weight"][:, :, 0].cpu()
-        for r in range(restarts):
-            gap = torch.cdist(theta[r].double(), truth.double()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-            distance = float(gap.amin(1).mean())
-            if distance < best["distance"]:
-                labels = matched_accuracy(state.labels[r].numpy(), groups)
-                best = {"distance": distance, "matched": _matched(gap), "labels": labels}
-    return {**best, "success": best["distance"] < limit, "matched": best["matched"] < limit}
+def _lenders(seed: int, clients: int, k: int) -> Tensor:
+    """The clients that `FarthestFirst` asks in IFCA's first start."""
+    share = max(k, FarthestFirst().clients) / clients
+    everybody = torch.arange(clients)
+    return everybody if share >= 1 else sampled(Key.of(seed).fold(CLIENTS), (0, 0), everybody, share)
 
 
-def _matched(gap: Tensor) -> float:
-    from scipy.optimize import linear_sum_assignment
+def _random_starts(key: Key, k: int, d: int, restarts: int) -> Tensor:
+    """θ⁽⁰⁾ drawn coordinate-wise from Bernoulli(0.5), as in Section 6.1 (r, k, d)."""
+    return torch.stack([(torch.rand(k, d, generator=key.fold(r).generator()) < 0.5).float() for r in range(restarts)])
 
-    capped = gap.clamp(max=1e30).numpy()
-    return float(capped[linear_sum_assignment(capped)].mean())
+
+def _judge(found: Found, truth: Tensor, limit: Tensor, name: str, told: list[list[dict[str, float]]]) -> None:
+    """The best run of every trial and setting, by the code's distance."""
+    gap = torch.cdist(found.theta.double(), truth[:, :, None, None].double()).nan_to_num(nan=1e30, posinf=1e30)
+    distance = gap.amin(-1).mean(-1).flatten(2)  # (t, s, l·r)
+    best = distance.argmin(-1).tolist()
+    gap, labels = gap.flatten(2, 3).clamp(max=1e30).cpu().numpy(), found.labels.flatten(2, 3).cpu().numpy()
+    m, k = labels.shape[-1], gap.shape[-1]
+    groups = np.arange(m) // (m // k)
+    for t, settings in enumerate(told):
+        for s, row in enumerate(settings):
+            own, b = gap[t, s, best[t][s]], best[t][s]
+            row[f"success{name}"] = float(distance[t, s, b]) < float(limit[s])
+            row[f"matched{name}"] = float(own[linear_sum_assignment(own)].mean()) < float(limit[s])
+            row[f"labels{name}"] = matched_accuracy(labels[t, s, b], groups)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
