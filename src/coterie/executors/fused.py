@@ -28,6 +28,7 @@ from coterie.client import ClientStep, Plan, Reply
 from coterie.cohort import Sums, weighted_sums
 from coterie.executors.descent import Moved, Work, descend, leap, reach_of
 from coterie.executors.graphs import Replayed
+from coterie.executors.kernels import descend_on_chip, fits
 from coterie.executors.products import Factor
 from coterie.executors.vectorised import Vectorised
 from coterie.split import FirstLinear
@@ -46,7 +47,7 @@ class Fused(Vectorised):
         super().__init__(*args, **kwargs)
         self._known: dict[str, FirstLinear | None] = {}
         self._rates: dict[bytes, float] = {}  # the step size that each chunk had last
-        self._descend = Replayed(descend) if self.device.type == "cuda" else descend
+        self._replayed = Replayed(descend) if self.device.type == "cuda" else descend
 
     def _sums(
         self, step: ClientStep, name: str, shared: Any, slots: int, rows: Tensor | None
@@ -109,8 +110,10 @@ class Fused(Vectorised):
 
     def _move(self, split: FirstLinear, plan: Plan, work: Work, clients: Tensor) -> Moved:
         """Train, in closed form where one is known and its matrix serves for more than a round."""
+        if split.head and self.device.type == "cuda" and fits(split.head, plan, work):
+            return descend_on_chip(split.head, plan, work)
         if not split.squared or plan.gradient or not self._everybody:
-            return self._descend(split, plan, work)
+            return self._replayed(split, plan, work)
         chunk, rate = clients.numpy().tobytes(), float(work.lr)
         if self._rates.get(chunk) != rate:  # it may be another in the next round
             self._rates[chunk] = rate

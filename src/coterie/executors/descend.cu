@@ -1,0 +1,163 @@
+// All τ steps of one client (and start) in one thread block: what descent.py's `descend` does in the dual form, for a
+// model that ends in a `Head`. There, each step passes every client's z through the GPU's memory some fifteen times;
+// here a client's z never leaves its multiprocessor.
+//
+// Compiled for given sizes: N rows, H columns of z, C classes, COLS columns per thread, PARTS of a row of z that are
+// multiplied with the head at a time, and THREADS. Columns of z belong to threads; only the logits need all of them.
+
+#define UP4(n) (((n) + 3) / 4 * 4)
+#define ODD4(n) (UP4(n) / 4 % 2 ? UP4(n) : UP4(n) + 4)  // a row length that spreads float4 columns over all banks
+#define HP ODD4(H)
+#define NP UP4(N)
+#define CP UP4(C)
+
+struct Shared {
+    float z[N][HP];
+    float total[N][HP];      // -B/γ: the sum of the gradients at z
+    float head[C][HP];       // V
+    float kernel[N][NP];     // -γ(XXᵀ + 1)
+    float at_out[N][CP];     // the gradient at the logits
+    float parts[PARTS][N][CP];
+    float bias[CP];
+    float loss[N];
+};
+
+__device__ float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+__device__ float4 relu4(float4 a) {
+    return make_float4(fmaxf(a.x, 0.f), fmaxf(a.y, 0.f), fmaxf(a.z, 0.f), fmaxf(a.w, 0.f));
+}
+
+// The part of the logits that comes from some columns of z.
+__device__ void multiply_head(Shared &s) {
+    const int wide = (HP / 4 + PARTS - 1) / PARTS;
+    for (int item = threadIdx.x; item < N * PARTS; item += THREADS) {
+        const int i = item % N, part = item / N, end = min((part + 1) * wide, HP / 4);
+        float sum[C] = {};
+        for (int j = part * wide; j < end; j++) {
+            const float4 a = relu4(reinterpret_cast<const float4 *>(s.z[i])[j]);
+#pragma unroll
+            for (int c = 0; c < C; c++) sum[c] += dot4(a, reinterpret_cast<const float4 *>(s.head[c])[j]);
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) s.parts[part][i][c] = sum[c];
+    }
+}
+
+// Softmax of every row, less the label, times the row's share.
+__device__ void compare(Shared &s, const long long *y, const float *share) {
+    for (int i = threadIdx.x; i < N; i += THREADS) {
+        float out[C], most = -3.402823e38f, all = 0.f, own = 0.f;
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            out[c] = s.bias[c];
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) out[c] += s.parts[part][i][c];
+            most = fmaxf(most, out[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            own = c == y[i] ? out[c] - most : own;
+            out[c] = expf(out[c] - most);
+            all += out[c];
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) s.at_out[i][c] = (out[c] / all - (c == y[i] ? 1.f : 0.f)) * share[i];
+        s.loss[i] = (logf(all) - own) * share[i];
+    }
+}
+
+// kernel · down, added to a thread's own columns of z.
+__device__ void pull(Shared &s, const float (&down)[COLS][NP]) {
+#pragma unroll 4
+    for (int i = 0; i < N; i++) {
+        float z[COLS];
+#pragma unroll
+        for (int col = 0; col < COLS; col++) z[col] = s.z[i][min(threadIdx.x + col * THREADS, HP - 1)];
+#pragma unroll
+        for (int k = 0; k < NP / 4; k++) {
+            const float4 w = reinterpret_cast<const float4 *>(s.kernel[i])[k];
+#pragma unroll
+            for (int col = 0; col < COLS; col++)
+                z[col] += w.x * down[col][4 * k] + w.y * down[col][4 * k + 1] + w.z * down[col][4 * k + 2]
+                        + w.w * down[col][4 * k + 3];
+        }
+#pragma unroll
+        for (int col = 0; col < COLS; col++)
+            if (threadIdx.x + col * THREADS < H) s.z[i][threadIdx.x + col * THREADS] = z[col];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) descend(
+    const float *z, const float *kernel, const long long *y, const float *share, const float *head_0,
+    const float *bias_0, const float *rate, double mu, int tau, int starts, float *moved, float *head, float *bias,
+    float *loss) {
+    extern __shared__ char memory[];
+    Shared &s = *reinterpret_cast<Shared *>(memory);
+    const long long b = blockIdx.x, client = b / starts;
+    const float lr = *rate, prox = mu;
+    z += b * N * H, moved += b * N * H, kernel += client * N * N, y += client * N, share += client * N;
+    head_0 += b * C * H, head += b * C * H, bias_0 += b * C, bias += b * C;
+
+    for (int at = threadIdx.x; at < N * HP; at += THREADS) {
+        const int i = at / HP, j = at % HP;
+        s.z[i][j] = j < H ? z[i * H + j] : 0.f;
+        s.total[i][j] = 0.f;
+    }
+    for (int at = threadIdx.x; at < C * HP; at += THREADS)
+        s.head[at / HP][at % HP] = at % HP < H ? head_0[at / HP * H + at % HP] : 0.f;
+    for (int at = threadIdx.x; at < N * NP; at += THREADS)
+        s.kernel[at / NP][at % NP] = at % NP < N ? -lr * kernel[at / NP * N + at % NP] : 0.f;
+    if (threadIdx.x < C) s.bias[threadIdx.x] = bias_0[threadIdx.x];
+    __syncthreads();
+
+    for (int q = 0; q < tau; q++) {
+        multiply_head(s);
+        __syncthreads();
+        compare(s, y, share);
+        __syncthreads();
+        if (q == 0 && threadIdx.x == 0) {
+            float sum = 0.f;
+            for (int i = 0; i < N; i++) sum += s.loss[i];
+            loss[b] = sum;
+        }
+        if (threadIdx.x < C) {
+            float sum = 0.f;
+            for (int i = 0; i < N; i++) sum += s.at_out[i][threadIdx.x];
+            const float own = s.bias[threadIdx.x];
+            s.bias[threadIdx.x] = own - lr * (sum + prox * (own - bias_0[threadIdx.x]));
+        }
+        float down[COLS][NP] = {};
+#pragma unroll
+        for (int col = 0; col < COLS; col++) {
+            const int j = threadIdx.x + col * THREADS;
+            if (j >= H) continue;
+            float v[C], at_v[C] = {};
+#pragma unroll
+            for (int c = 0; c < C; c++) v[c] = s.head[c][j];
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const float own = s.z[i][j], active = fmaxf(own, 0.f);
+                float at_z = 0.f;
+#pragma unroll
+                for (int c = 0; c < C; c++) {
+                    const float at_out = s.at_out[i][c];
+                    at_z += at_out * v[c];
+                    at_v[c] += at_out * active;
+                }
+                const float total = s.total[i][j];
+                down[col][i] = (own > 0.f ? at_z : 0.f) - prox * lr * total;
+                s.total[i][j] = total + down[col][i];
+            }
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                if (prox != 0.f) at_v[c] += prox * (v[c] - head_0[c * H + j]);
+                s.head[c][j] = v[c] - lr * at_v[c];
+            }
+        }
+        if (q < tau - 1) pull(s, down);
+        __syncthreads();
+    }
+    for (int at = threadIdx.x; at < N * H; at += THREADS) moved[at] = -lr * s.total[at / H][at % H];
+    for (int at = threadIdx.x; at < C * H; at += THREADS) head[at] = s.head[at / H][at % H];
+    if (threadIdx.x < C) bias[threadIdx.x] = s.bias[threadIdx.x];
+}
