@@ -155,12 +155,11 @@ def fit(
     federation.check(task)
     key = Key.of(seed)
     cohort = make(federation, task, key.fold(CLIENTS), place)
-    record, listeners = None, []
-    if cohort.leads:
-        record = Record(out, _config(algorithm, task, federation, rounds, seed), resume=resume) if out else None
-        listeners = [*callbacks, *_progress(algorithm, rounds, task, cohort.device)]
-    elif out:
-        record = Onlooker(out)
+    config = _config(algorithm, task, federation, rounds, seed)
+    record = None
+    if out:
+        record = Record(out, config, resume=resume) if cohort.leads else Onlooker(out)
+    listeners = [*callbacks, *_progress(algorithm, rounds, task, cohort.device)] if cohort.leads else []
     return _Loop(algorithm, cohort, key, rounds, record, listeners).run(resume)
 
 
@@ -201,7 +200,7 @@ class _Loop:
                     break
                 self._round(t)
             return self._finish()
-        except (KeyboardInterrupt, ConnectionError):
+        except (KeyboardInterrupt, ConnectionError):  # the second where another process of the run is gone
             self._checkpoint(force=True)
             if self.cohort.leads:
                 _say(_interrupted(self.now.done, self.rounds, self.record))

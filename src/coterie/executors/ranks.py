@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here, since once there is a group this import keeps it, and its threads, past the end
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -58,8 +60,8 @@ def _own_gpu(device: torch.device) -> torch.device:
         raise ValueError(f"sharded: every process takes a GPU of its own; say device 'cuda', not '{device}'")
     if here > gpus:
         raise ValueError(
-            f"sharded: {here} processes were started on a machine with {gpus} GPU{'s' * (gpus > 1)}; start one per GPU, "
-            "or use device 'cpu'"
+            f"sharded: {here} processes were started on a machine with {gpus} GPU{'s' * (gpus > 1)}; start at most one "
+            "per GPU, or use device 'cpu'"
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -77,6 +79,7 @@ def exchange() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # they too would keep the group
             reason = str(error).splitlines()[0]
             raise ConnectionError(
                 f"sharded: rank {rank()} of {world()} lost touch with another, which has failed, was stopped, or took "

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m coterie run config.toml
 
-Every process, or rank, runs the whole program and holds the server's state; only the clients' work is divided. What the
-algorithm gets back has always been through an exchange, so it is the same on every rank, bit for bit: each then does the
-server's part for itself, and they stay in step.
+Every process, or rank, runs the whole program and holds the server's state; only the clients' work is divided. What
+the algorithm gets back has always been through an exchange, so it is the same on every rank, bit for bit. Hence each
+can do the server's part for itself, and they stay in step.
 """
 
 from __future__ import annotations
