@@ -242,7 +242,7 @@ def test_a_start_that_diverges_says_so():
         ({"rounds": True}, "rounds must be a whole number of at least 1, got True"),
         ({"seed": 1.5}, "seed must be a whole number of at least 0, got 1.5"),
         ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
-        ({"executor": "ray"}, "executor must be one of sequential, vmap, vectorised, got 'ray'"),
+        ({"executor": "ray"}, "executor must be one of sequential, vmap, vectorised, sharded, got 'ray'"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
         ({"resume": True}, "resume=True needs out"),
     ],

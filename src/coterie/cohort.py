@@ -61,6 +61,8 @@ class Cohort(ABC):
     A cohort never changes: `at`, `fold`, `only`, `sample` and `on` return another one.
     """
 
+    leads = True  # of several processes that do one run, whether this is the one that writes and speaks
+
     def __init__(
         self,
         federation: Federation,

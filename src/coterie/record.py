@@ -83,6 +83,33 @@ class Record:
         snapshot.write_text(self.path / "final" / "result.json", json.dumps(result, indent=1) + "\n")
 
 
+class Onlooker(Record):
+    """The run folder in a process that helps with a run: it reads what the leading process writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def begin(self) -> None:
+        """Nothing: it is written already, or will be."""
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Nothing."""
+
+    def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
+        """Nothing."""
+
+    def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
+        """The newest checkpoint that can be read."""
+        return read_checkpoint(self.path, types)[0], []
+
+    def rewind(self, done: int) -> list[dict[str, Any]]:
+        """The rounds up to `done`."""
+        return [row for row in read_history(self.path) if row["round"] <= done]
+
+    def finish(self, models: Params, result: dict[str, Any]) -> None:
+        """Nothing."""
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """config.toml as a dict."""
     if not (path / "config.toml").is_file():

@@ -23,7 +23,7 @@ from coterie.executors import find_device, find_executor
 from coterie.federation import Array, Federation
 from coterie.key import Key
 from coterie.progress import Progress
-from coterie.record import Record
+from coterie.record import Onlooker, Record
 from coterie.settings import validate
 from coterie.task import Data, Task
 from coterie.tree import Params, take
@@ -132,15 +132,17 @@ def fit(
         federation: From whom.
         rounds: For how many rounds.
         seed: Every random number follows from it; the same seed gives the same run.
-        executor: "vectorised" (many clients at once) or "sequential" (the reference).
+        executor: "vectorised" (many clients at once), "sequential" (the reference), or "sharded" (each process that
+            torchrun started does a share of the clients; all return the same run, and the first one writes it).
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
-        callbacks: Each is called with every new row of the history.
+        callbacks: Each is called with every new row of the history, by the process that writes.
 
     Raises:
         ValueError: The input is bad; says what was given, what is allowed and where.
         Diverged: The loss is no longer finite.
+        ConnectionError: Another process of a sharded run is gone.
     """
     validate(algorithm)
     for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0)):
@@ -153,9 +155,12 @@ def fit(
     federation.check(task)
     key = Key.of(seed)
     cohort = make(federation, task, key.fold(CLIENTS), place)
-    record = Record(out, _config(algorithm, task, federation, rounds, seed), resume=resume) if out else None
-    loop = _Loop(algorithm, cohort, key, rounds, record, [*callbacks, *_progress(algorithm, rounds, task, place)])
-    return loop.run(resume)
+    config = _config(algorithm, task, federation, rounds, seed)
+    record = None
+    if out:
+        record = Record(out, config, resume=resume) if cohort.leads else Onlooker(out)
+    listeners = [*callbacks, *_progress(algorithm, rounds, task, cohort.device)] if cohort.leads else []
+    return _Loop(algorithm, cohort, key, rounds, record, listeners).run(resume)
 
 
 class _Now(NamedTuple):
@@ -195,9 +200,10 @@ class _Loop:
                     break
                 self._round(t)
             return self._finish()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ConnectionError):  # the second where another process of the run is gone
             self._checkpoint(force=True)
-            _say(_interrupted(self.now.done, self.rounds, self.record))
+            if self.cohort.leads:
+                _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
 
     def _start(self) -> None:

@@ -58,7 +58,7 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
     for work in workloads(quick):
         floor = work.flops / rate
         ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
-        for name in EXECUTORS:
+        for name in (n for n in EXECUTORS if n != "sharded"):  # which in one process is the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
         found = {name: (*way(), _peak(where)) for name, way in ways.items() if _reset_peak(where)}
         reference = flat(found["sequential"][1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ import typer
 
 from coterie.cli import demo as demo_module
 from coterie.cli import show as display
+from coterie.executors import ranks
 
 app = typer.Typer(
     help="Find the hidden groups of a federation's clients and train one model per group.",
@@ -21,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+PATIENCE = 10  # seconds that a failed process waits for the first one to tell why
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -42,7 +47,7 @@ def run(
     config: Annotated[Path, typer.Argument(help="A TOML file with [algorithm], [task], [data] and [run].")],
     sets: Annotated[list[str] | None, typer.Option("--set", help="Change a value: algorithm.k=3. Repeatable.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    executor: Annotated[str | None, typer.Option(help="vectorised, vmap or sequential.")] = None,
+    executor: Annotated[str | None, typer.Option(help="vectorised, vmap, sequential or sharded.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default runs/CONFIG.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in the folder.")] = False,
@@ -58,9 +63,12 @@ def run(
     where = out or Path("runs") / config.stem
     built = build(tables)
     options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
-    with _set_aside(where) if overwrite and not resume else nullcontext():
+    if ranks.world() > 1:
+        _share_out(options)
+    with _set_aside(where) if overwrite and not resume and ranks.rank() == 0 else nullcontext():
         fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
-    display.emit(display.summary(where), as_json, lambda: display.show(where))
+    if ranks.rank() == 0:  # which has written the folder
+        display.emit(display.summary(where), as_json, lambda: display.show(where))
 
 
 @app.command()
@@ -131,13 +139,37 @@ def list_all(as_json: Json = False) -> None:
 
 def main() -> None:
     """Run the command line; bad input ends with one line and exit code 2."""
+    with nullcontext() if ranks.rank() == 0 else _behind_the_first():
+        try:
+            app()
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"coterie: {error}\n")
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+
+
+@contextmanager
+def _behind_the_first() -> Iterator[None]:
+    """In all processes of torchrun's but the first, which says what there is to say: once, and not N times."""
+    said = io.StringIO()
     try:
-        app()
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"coterie: {error}\n")
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+            yield
+    except SystemExit as stop:
+        if stop.code == 2:  # the first fails for the same reason, if it is given the time; torchrun then ends this one
+            time.sleep(PATIENCE)
+            sys.stderr.write(said.getvalue())
+        raise
+
+
+def _share_out(options: dict[str, Any]) -> None:
+    """Let several processes divide the work of a run."""
+    if options.setdefault("executor", "sharded") != "sharded":
+        raise ValueError(
+            f"torchrun started {ranks.world()} processes, which would all do the same work with executor "
+            f"'{options['executor']}'; leave it out or use 'sharded'"
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from coterie.federation import Federation, Packed
 from coterie.key import Key
-from coterie.snapshot import atomic
 
 DATASETS: dict[str, Callable[..., Federation]] = {}
 CHANGES: dict[str, Callable[..., Federation]] = {}
@@ -70,8 +69,10 @@ def fetch(name: str, url: str, sha256: str) -> Path:
                 "set COTERIE_DATA to a folder that has it"
             ) from error
         _verify(content, sha256, url)
-        with atomic(path) as part:
-            part.write_bytes(content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")  # torchrun's processes may all be fetching it
+        part.write_bytes(content)
+        part.replace(path)
     _verify(path.read_bytes(), sha256, str(path))
     return path
 

@@ -7,9 +7,15 @@ import torch
 from coterie.cohort import Cohort
 from coterie.executors.fused import Fused
 from coterie.executors.sequential import Sequential
+from coterie.executors.sharded import Sharded
 from coterie.executors.vectorised import Vectorised
 
-EXECUTORS: dict[str, type[Cohort]] = {"sequential": Sequential, "vmap": Vectorised, "vectorised": Fused}
+EXECUTORS: dict[str, type[Cohort]] = {
+    "sequential": Sequential,
+    "vmap": Vectorised,
+    "vectorised": Fused,
+    "sharded": Sharded,
+}
 
 
 def find_executor(name: str) -> type[Cohort]:
