@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -81,7 +82,7 @@ class Cohort(ABC):
         """m: all clients of the federation, whether in this cohort or not."""
         return len(self.federation)
 
-    @property
+    @cached_property
     def sizes(self) -> Tensor:
         """Rows of each client of the cohort."""
         return self.federation.split(self.part).sizes[self.clients]
@@ -174,6 +175,7 @@ class Cohort(ABC):
 
     def _but(self, **changes: Any) -> Self:
         other = copy.copy(self)
+        vars(other).pop("sizes", None)  # other clients or other rows may have others
         vars(other).update(changes)
         return other
 
