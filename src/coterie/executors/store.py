@@ -14,6 +14,7 @@ from coterie.packed import Packed
 from coterie.task import Data
 from coterie.tree import nbytes
 
+STREAMED = 32 * 2**20  # bytes of rows in one chunk on a CPU: what is mapped from a file is in memory chunk by chunk
 FEW = 256  # clients whose scattered pages may be in memory at once: Linux brings in 64 KiB around each of them
 
 
@@ -82,19 +83,23 @@ class Store:
             self._lent = None
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
 
+    def most(self, part: str, rows: int) -> int:
+        """How many clients of so many rows a chunk may have at most, for the sake of their rows alone."""
+        packed = self.federation.split(part)
+        each = rows * (packed.x[:1].nbytes + packed.y[:1].nbytes)
+        return max(1, STREAMED // max(1, each)) if self.device.type == "cpu" else sys.maxsize
+
     def gram(self, clients: Tensor, x: Tensor, *, keep: bool) -> Tensor:
         """XXᵀ of these clients' training rows (c, n, n); with `keep`, kept for the next round while memory allows.
 
-        Where the rows are mapped from files, nothing is kept: it would grow with the number of clients.
+        Where the rows are mapped from files, nothing is kept: it would grow with the number of clients. Nor is it for
+        two clients, on whom chunks are tried out: chunks should be the same wherever the rows come from.
         """
         name = clients.numpy().tobytes()
         if name not in self._grams:
             made = x @ x.transpose(-1, -2)
-            if (
-                not keep
-                or self.federation.train.pages
-                or nbytes(self._grams) + nbytes(made) > free_memory(self.device) / 4
-            ):
+            keep = keep and len(clients) > 2 and self._resident("train").pages is None
+            if not keep or nbytes(self._grams) + nbytes(made) > free_memory(self.device) / 4:
                 return made
             self._grams[name] = made
         return self._grams[name]
