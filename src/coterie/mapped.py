@@ -70,7 +70,8 @@ def write(
     def name(i: int) -> str:
         return client_name(i, names)
 
-    own = _write_rows(folder, "train", take_in(_naming(train, iter(ids or ()), names), name, "rows"), name)
+    named = train if ids is None else _naming(train, iter(ids), names)
+    own = _write_rows(folder, "train", take_in(named, name, "rows"), name)
     told: dict[str, Any] = {"train": own, "test": None, "groups": None, "ids": None}
     if test is not None:
         clients = take_in(test, name, "test rows", like=_empty(own["x"]))
