@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import coterie as ct
 from coterie.executors import store
 from coterie.federation import Federation, Packed
 from coterie.packed import PIECE
+from coterie.pages import Pages
 
 
 def client(n=3, d=2, value=0.0):
@@ -257,6 +259,14 @@ def test_memory_follows_the_chunk_and_not_the_federation(tmp_path):
     few, many = (float(v) for v in done.stdout.replace("None", "nan").split())
     assert (tmp_path / "32" / "train.x").stat().st_size > 255 * 2**20
     assert not many - few > 128, f"{few} MiB with 128 clients, {many} MiB with 4096"
+
+
+def test_a_file_larger_than_memory_can_be_mapped(tmp_path):
+    size = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with (tmp_path / "hole").open("wb") as f:
+        f.truncate(size)  # takes no room on the disk
+    values = Pages(tmp_path / "hole").tensor(torch.float32, (1024,))
+    assert len(values) == size // 4096 and not bool(values[-1].any())
 
 
 def test_a_configuration_may_name_a_folder(tmp_path, ragged):

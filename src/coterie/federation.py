@@ -110,10 +110,11 @@ class Federation:
             ValueError: As `from_clients`, and if the folder is there already.
 
         Example:
-            >>> import tempfile
-            >>> folder = Path(tempfile.mkdtemp()) / "ones"
-            >>> fed = Federation.create(folder, ((torch.ones(n, 2), torch.ones(n)) for n in (3, 5)))
-            >>> fed.train.sizes.tolist(), sorted(file.name for file in folder.iterdir())
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as folder:
+            ...     clients = ((torch.ones(n, 2), torch.ones(n)) for n in (3, 5))
+            ...     fed = Federation.create(f"{folder}/ones", clients)
+            ...     fed.train.sizes.tolist(), sorted(file.name for file in Path(f"{folder}/ones").iterdir())
             ([3, 5], ['federation.json', 'train.offsets', 'train.x', 'train.y'])
         """
         with mapped.new_folder(Path(path)) as folder:
