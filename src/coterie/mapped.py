@@ -100,7 +100,8 @@ def read(path: Path) -> Contents:
         raise ValueError(f"{path} was written {header.get('byteorder')}-endian, but this machine is {sys.byteorder}")
     try:
         ids = None if header["ids"] is None else tuple(str(i) for i in _read_json(path / IDS))
-        train, test = (header[part] and _rows(path, part, header[part], ids) for part in ("train", "test"))
+        train = _rows(path, "train", header["train"], ids)
+        test = None if header["test"] is None else _rows(path, "test", header["test"], ids)
         groups = None
         if header["groups"] is not None:
             groups, _ = _array(path / GROUPS, WHOLE, header["groups"], lambda row: client_name(row, ids))
