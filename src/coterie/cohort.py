@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,7 +23,7 @@ from coterie.federation import Federation
 from coterie.key import Key
 from coterie.precision import Precision, arithmetic
 from coterie.task import Task
-from coterie.tree import leaves, nbytes, take, tree_map
+from coterie.tree import nbytes, take, tree_map
 from coterie.uplink import Uplink
 
 Step = Callable[[Task], ClientStep]  # a method of a frozen dataclass, so that a remote client can rebuild it by name
@@ -91,7 +92,7 @@ class Cohort(ABC):
         """m: all clients of the federation, whether in this cohort or not."""
         return len(self.federation)
 
-    @property
+    @cached_property
     def sizes(self) -> Tensor:
         """Rows of each client of the cohort."""
         return self.federation.split(self.part).sizes[self.clients]
@@ -135,27 +136,26 @@ class Cohort(ABC):
             slots: The number of sums.
             rows: (clients,) or (clients, parts). Client i is sent only these rows of `shared`.
         """
-        update, weight, order, notes = None, torch.zeros(slots, device=self.device), [], []
+        update, weight, note = None, torch.zeros(slots, device=self.device), None
         shared, down = self._sent(shared, rows)
         with arithmetic(self.precision, self.device):
             for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
                 self._charge(down * len(at), up)
                 update = part.update if update is None else tree_map(torch.add, update, part.update)
                 weight = weight + part.weight
-                order.append(at)
-                notes.append(part.note)
-        return Sums(update, weight, _in_order(notes, order))
+                note = _put(note, part.note, at, len(self))
+        return Sums(update, weight, note or {})
 
     def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
-        order, replies = [], []
+        replies: Any = None
         shared, down = self._sent(shared, rows)
         with arithmetic(self.precision, self.device):
             for at, reply in self._replies(step(self.task), _name(step), shared, rows):
-                replies.append(reply._replace(memory=()))
-                self._charge(down * len(at), nbytes(replies[-1]))
-                order.append(at)
-        return _in_order(replies, order)
+                reply = reply._replace(memory=())
+                self._charge(down * len(at), nbytes(reply))
+                replies = _put(replies, reply, at, len(self))
+        return replies
 
     @abstractmethod
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
@@ -183,6 +183,7 @@ class Cohort(ABC):
 
     def _but(self, **changes: Any) -> Self:
         other = copy.copy(self)
+        vars(other).pop("sizes", None)  # other clients or other rows may have others
         vars(other).update(changes)
         return other
 
@@ -240,10 +241,15 @@ def _name(step: Step) -> str:
     return getattr(step, "__qualname__", "step")
 
 
-def _in_order(parts: list[Any], order: list[Tensor]) -> Any:
-    """Stacked chunks put back into the cohort's order."""
-    back = torch.cat(order).argsort()
-    if len(parts) == 1 and bool((back == torch.arange(len(back))).all()):
-        return parts[0]
-    device = next((x.device for x in leaves(parts)), torch.device("cpu"))
-    return tree_map(lambda *xs: torch.cat(xs).index_select(0, back.to(device)), *parts)
+def _put(whole: Any, part: Any, at: Tensor, m: int) -> Any:
+    """Put a stacked chunk at its clients' places in a tree for all m, which is made for the first chunk.
+
+    Chunks are not kept until the last has come: small pieces that stay between large ones that go would keep the
+    allocator from giving memory back.
+    """
+    if whole is None:
+        if len(at) == m and bool((at == torch.arange(m)).all()):
+            return part
+        whole = tree_map(lambda x: x.new_empty(m, *x.shape[1:]), part)
+    tree_map(lambda x, own: x.index_copy_(0, at.to(x.device), own), whole, part)
+    return whole

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from coterie import mapped
+from coterie.packed import Array, Client, Packed, check_rows, client_name, take_in
 from coterie.task import Data, Task
 
-Array = np.ndarray | Tensor
+__all__ = ["Array", "Federation", "Packed"]
 
-
-class Packed(NamedTuple):
-    """The rows of all clients end to end; client i owns rows offsets[i] to offsets[i+1]."""
-
-    x: Tensor
-    y: Tensor
-    offsets: Tensor  # (m+1,)
-
-    @property
-    def sizes(self) -> Tensor:
-        """Rows per client (m,)."""
-        return self.offsets.diff()
-
-    def client(self, i: int) -> tuple[Tensor, Tensor]:
-        """The rows of client i."""
-        rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        return self.x[rows], self.y[rows]
-
-    @classmethod
-    def of(cls, clients: Sequence[tuple[Array, Array]]) -> Packed:
-        """Pack a list of (x, y) pairs."""
-        pairs = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in clients]
-        sizes = torch.tensor([0] + [len(x) for x, _ in pairs])
-        return cls(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes.cumsum(0))
+CHECKED = 256 * 2**20  # bytes of rows that are shown to a task together; of x it looks at a single row
 
 
 @dataclass(frozen=True)
@@ -55,7 +35,7 @@ class Federation:
         source: A plain description from which the command line can build the federation again.
 
     Example:
-        >>> fed = Federation.from_clients([(np.zeros((3, 2)), np.zeros(3)), (np.ones((5, 2)), np.ones(5))])
+        >>> fed = Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))])
         >>> len(fed), fed.train.sizes.tolist()
         (2, [3, 5])
     """
@@ -70,15 +50,15 @@ class Federation:
         m = len(self.train.offsets) - 1
         if m < 1:
             raise ValueError("Federation: there must be at least one client, got 0")
-        self._check_rows(self.train, "train", least=1)
-        if self.test is not None:
-            self._check_rows(self.test, "test", least=0)
+        for name, part in (("train", self.train), ("test", self.test)):
+            if part is not None and part.pages is None:  # what lies in files was checked when it was written
+                for first, piece in part.pieces():
+                    check_rows(piece, name, lambda i, first=first: self.name(first + i))
         for name, given in (("test", self.test and self.test.sizes), ("groups", self.groups), ("ids", self.ids)):
             if given is not None and len(given) != m:
                 raise ValueError(f"Federation: {name} is given for {len(given)} clients, but there are {m}")
         if self.ids is not None and len(set(self.ids)) < m:
-            twice = next(i for n, i in enumerate(self.ids) if i in self.ids[:n])
-            raise ValueError(f"Federation: two clients are called '{twice}'")
+            raise ValueError(f"Federation: two clients are called '{Counter(self.ids).most_common(1)[0][0]}'")
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -98,16 +78,62 @@ class Federation:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
         """
         names = tuple(str(i) for i in ids) if ids is not None else None
-        pairs = _as_tensors(train, names, "rows")
-        tests = None if test is None else _as_tensors(test, names, "test rows", like=pairs[0][0] if pairs else None)
-        if not pairs:
+        own = list(take_in(train, lambda i: client_name(i, names), "rows"))
+        if not own:
             raise ValueError("Federation: there must be at least one client, got 0")
+        tests = list(take_in(test or (), lambda i: client_name(i, names), "test rows", like=own[0].x))
         truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
-        return cls(Packed.of(pairs), Packed.of(tests) if tests else None, truth, names, source or {})
+        return cls(Packed.of(own), Packed.of(tests) if tests else None, truth, names, source or {})
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        train: Iterable[Client],
+        test: Iterable[Client] | None = None,
+        groups: Iterable[int] | None = None,
+        ids: Iterable[str] | None = None,
+    ) -> Federation:
+        """Write a federation to a new folder, client by client, and open it: it may be larger than memory.
+
+        Everything may be a generator. All of `train` is drawn first, each client's name with it, then `test`, then
+        `groups`. The rows are checked here, once, and a write that fails leaves nothing behind.
+
+        Args:
+            path: The folder, which must not be there yet.
+            train: A pair (x, y) per client, or pieces of many clients each, which are written faster.
+            test: The same for the rows to score on.
+            groups: The true group of every client.
+            ids: The clients' names.
+
+        Raises:
+            ValueError: As `from_clients`, and if the folder is there already.
+
+        Example:
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as folder:
+            ...     clients = ((torch.ones(n, 2), torch.ones(n)) for n in (3, 5))
+            ...     fed = Federation.create(f"{folder}/ones", clients)
+            ...     fed.train.sizes.tolist(), sorted(file.name for file in Path(f"{folder}/ones").iterdir())
+            ([3, 5], ['federation.json', 'train.offsets', 'train.x', 'train.y'])
+        """
+        with mapped.new_folder(Path(path)) as folder:
+            mapped.write(folder, train, test, groups, ids)
+            cls.open(folder)  # compares the counts, before the folder gets its name
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Federation:
+        """The federation that `create` wrote to a folder, mapped into memory: rows are read when they are used.
+
+        Raises:
+            ValueError: The folder holds none, or a file of it is missing or cut short; says in which client it ends.
+        """
+        return cls(*mapped.read(Path(path)), source={"name": "mapped", "path": str(path)})
 
     def name(self, i: int) -> str:
         """What client i is called in messages."""
-        return f"client {i}" if self.ids is None else f"client '{self.ids[i]}'"
+        return client_name(i, self.ids)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -142,25 +168,9 @@ class Federation:
     def check(self, task: Task) -> None:
         """Refuse data that the task's model cannot take, naming the first client at fault."""
         for part, where in ((self.train, ""), (self.test, "test rows: ")):
-            if part is None or _complaint(task, part.x, part.y) is None:
-                continue
-            for i in range(len(self)):
-                if len(part.client(i)[0]) and (wrong := _complaint(task, *part.client(i))):
-                    raise ValueError(f"{self.name(i)}: {where}{wrong}")
-
-    def _check_rows(self, part: Packed, where: str, least: int) -> None:
-        if bool((small := part.sizes < least).any()):
-            raise ValueError(f"{self.name(int(small.nonzero()[0]))}: has no {where} rows, needs at least {least}")
-        for what, values in (("x", part.x), ("y", part.y)):
-            if values.is_floating_point() and not bool(torch.isfinite(values).all()):
-                bad = ~torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else ~torch.isfinite(values)
-                first = int(bad.nonzero()[0])
-                i = int(torch.searchsorted(part.offsets, first, right=True)) - 1
-                own = bad[int(part.offsets[i]) : int(part.offsets[i + 1])]
-                raise ValueError(
-                    f"{self.name(i)}: {int(own.sum())} of its {len(own)} {where} rows have a value of {what} that is "
-                    f"NaN or infinite (the first is row {first - int(part.offsets[i])})"
-                )
+            for first, piece in part.pieces(CHECKED) if part else ():
+                if fault := _fault(task, piece):
+                    raise ValueError(f"{self.name(first + fault[0])}: {where}{fault[1]}")
 
 
 def _number(name: str) -> int:
@@ -170,40 +180,15 @@ def _number(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
 
 
-def _complaint(task: Task, x: Tensor, y: Tensor) -> str | None:
-    return task.check(Data(x, y, torch.ones(len(x))))
-
-
-def _kind(y: Tensor) -> str:
-    return f"{y.dtype} of shape {tuple(y.shape[1:])} per row"
-
-
-def _as_tensors(
-    clients: Sequence[tuple[Array, Array]], names: tuple[str, ...] | None, what: str, like: Tensor | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    def name(i: int) -> str:
-        return f"client '{names[i]}'" if names is not None and i < len(names) else f"client {i}"
-
-    def tensor(i: int, a: Array) -> Tensor:
-        try:
-            t = torch.as_tensor(a)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name(i)}: its {what} cannot be read as an array of numbers ({error})") from None
-        if t.dim() == 0:
-            raise ValueError(f"{name(i)}: its {what} must be an array with one entry per row, got a single number")
-        return t.float() if t.dtype == torch.float64 else t
-
-    def label(y: Tensor) -> Tensor:
-        return y if y.is_floating_point() else y.long()  # bytes and booleans are labels too
-
-    pairs = [(tensor(i, x), label(tensor(i, y))) for i, (x, y) in enumerate(clients)]
-    for i, (x, y) in enumerate(pairs):
-        first = pairs[0][0] if like is None else like
-        if y.shape[1:] != pairs[0][1].shape[1:] or y.dtype != pairs[0][1].dtype:
-            raise ValueError(f"{name(i)}: its targets are {_kind(y)}, those of {name(0)} {_kind(pairs[0][1])}")
-        if len(x) != len(y):
-            raise ValueError(f"{name(i)}: has {len(x)} {what} of x but {len(y)} of y")
-        if x.shape[1:] != first.shape[1:]:
-            shapes = tuple(x.shape[1:]), tuple(first.shape[1:])
-            raise ValueError(f"{name(i)}: its {what} have shape {shapes[0]}, the rows of {name(0)} {shapes[1]}")
-    return pairs
+def _fault(task: Task, rows: Packed) -> tuple[int, str] | None:
+    """The first client whose rows the task's model cannot take, and why; found by halving."""
+    m, n = len(rows.offsets) - 1, len(rows.x)
+    if not n or not (wrong := task.check(Data(rows.x, rows.y, torch.ones(1).expand(n)))):
+        return None
+    if m == 1:
+        return 0, wrong
+    later = m // 2
+    if fault := _fault(task, rows.clients(0, later)):
+        return fault
+    fault = _fault(task, rows.clients(later, m))
+    return fault and (later + fault[0], fault[1])

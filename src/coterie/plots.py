@@ -79,3 +79,29 @@ def demo(path: Path, runs: dict[str, Path], clustered: str, federation: Federati
     axes.set_xlim(right=axes.get_xlim()[1] * 1.28)  # room for the names
     axes.set_xticks([t for t in axes.get_xticks() if t <= len(read_history(runs[clustered]))])
     save(fig, path)
+
+
+def scale(path: Path, rows: list[dict[str, Any]], slope: float) -> None:
+    """The picture of `coterie bench scale`: a round's seconds and the peak of memory against the number of clients."""
+    fig = figure(9, 3.4)
+    seconds, memory = fig.subplots(1, 2)
+    last = rows[-1]
+    straight = [{"clients": r["clients"], "s": last["seconds"] * r["clients"] / last["clients"]} for r in rows]
+    _growth(seconds, straight, "s", COLOURS[7], "proportional to the clients", marker="", ls="--", lw=1)
+    _growth(seconds, rows, "seconds", COLOURS[0], f"measured: slope {slope:.2f} from 1,000 clients on")
+    seconds.set_title("Seconds per round", fontsize=11)
+    _growth(memory, rows, "file_mib", COLOURS[7], "the rows, in files")
+    _growth(memory, rows, "peak_mib", COLOURS[0], "the process, at its peak")
+    memory.set_title("Memory in MiB", fontsize=11)
+    for axes in (seconds, memory):
+        axes.set_xlabel("clients, all of them in every round")
+        axes.legend(frameon=False, fontsize=9, reverse=True)
+        tidy(axes)
+    save(fig, path)
+
+
+def _growth(axes: Any, rows: list[dict[str, Any]], key: str, colour: str, label: str, **style: Any) -> None:
+    """One curve against the number of clients, both on logarithmic axes."""
+    kept = [row for row in rows if row[key] is not None]
+    line = {"marker": "o", "lw": 2, **style}
+    axes.loglog([row["clients"] for row in kept], [row[key] for row in kept], color=colour, label=label, **line)

@@ -259,8 +259,8 @@ class _Loop:
         }
 
     def _check_finite(self, t: int, state: Any, report: Report) -> None:
-        bad = {int(self.algorithm.labels(state)[i]) for i in report.clients[~torch.isfinite(report.loss).cpu()]}
-        bad |= self._not_finite(state)
+        lost = report.clients[~torch.isfinite(report.loss).cpu()]
+        bad = {*self.algorithm.labels(state)[lost].unique().tolist(), *self._not_finite(state)}
         if not bad:
             return
         self._checkpoint(force=True)

@@ -60,7 +60,7 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
         ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
         for name in (n for n in EXECUTORS if n != "sharded"):  # which in one process is the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
-        found = {name: (*way(), _peak(where)) for name, way in ways.items() if _reset_peak(where)}
+        found = {name: (*way(), peak_mib(where)) for name, way in ways.items() if _reset_peak(where)}
         reference = flat(found["sequential"][1])
         for name, (seconds, models, peak) in found.items():
             gap = float((flat({n: models[n] for n in found["sequential"][1]}) - reference).abs().max())
@@ -183,7 +183,7 @@ def _reset_peak(device: torch.device) -> bool:
     return True
 
 
-def _peak(device: torch.device) -> float | None:
+def peak_mib(device: torch.device) -> float | None:
     """MiB at the peak: allocated on a GPU, resident in all on a CPU; None where nobody tells."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import sys
 import time
@@ -111,7 +112,7 @@ def reproduce(
     display.emit(result, as_json, lambda: display.experiment(result))
 
 
-bench = typer.Typer(help="Measure speed, as ratios in one run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed, as ratios in one run, and scale.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -119,13 +120,34 @@ app.add_typer(bench, name="bench")
 def speed(
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the clients.")] = False,
     device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,
     as_json: Json = False,
 ) -> None:
     """One round done every way, against the plain loop and against the arithmetic floor."""
     from coterie.bench.speed import measure
+    from coterie.executors import find_device
 
     rows = measure(device, quick=quick)
+    if out:
+        _write_json(out / f"speed-{find_device(device).type}.json", rows)
     display.emit(rows, as_json, lambda: display.speeds(rows))
+
+
+@bench.command()
+def scale(
+    quick: Annotated[bool, typer.Option("--quick", help="Up to 10,000 clients.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for scale.json and the picture, scale.png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Seconds per round and peak memory against the number of clients, from 100 to a million."""
+    from coterie import plots
+    from coterie.bench.scale import measure, slope
+
+    rows = measure(quick=quick)
+    if out:
+        _write_json(out / "scale.json", rows)
+        plots.scale(out / "scale.png", rows, slope(rows))
+    display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
 
 
 @app.command(name="list")
@@ -170,6 +192,12 @@ def _share_out(options: dict[str, Any]) -> None:
             f"torchrun started {ranks.world()} processes, which would all do the same work with executor "
             f"'{options['executor']}'; leave it out or use 'sharded'"
         )
+
+
+def _write_json(path: Path, content: Any) -> None:
+    from coterie.snapshot import write_text
+
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -134,6 +134,17 @@ def speeds(rows: list[dict[str, Any]]) -> None:
         console.print(table)
 
 
+def scales(rows: list[dict[str, Any]], slope: float) -> None:
+    """What a round takes, one row per number of clients."""
+    table = _table(">clients", ">seconds", ">peak MiB", ">file MiB", ">s to write", ">ARI")
+    for r in rows:
+        peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
+        cells = f"{r['seconds']:.4f}", peak, f"{r['file_mib']:.1f}", f"{r['write_seconds']:.2f}", _number(r["ari"])
+        table.add_row(f"{r['clients']:,}", *cells)
+    console.print(table)
+    console.print(f"from 1,000 clients on, seconds grow with the number of clients to the power {slope:.2f}")
+
+
 def tables(found: dict[str, dict[str, str]]) -> None:
     """Names and a line on each, a table per kind."""
     for kind, entries in found.items():

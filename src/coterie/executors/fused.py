@@ -99,20 +99,20 @@ class Fused(Vectorised):
         rows = x.flatten(0, 1)
         if self.device.type != "cuda" or self.precision != "float32":
             return Factor.of(rows, split=False)
-        return self._store.kept("factor", clients, lambda: Factor.of(rows), keep=self._everybody)
+        return self._store.kept("factor", clients, lambda: Factor.of(rows), keep=self._recurs)
 
     def _kernel(self, split: FirstLinear, x: Tensor, clients: Tensor) -> Tensor | None:
         """XXᵀ, plus 1 for b, where the dual form is the cheaper one."""
         if x.shape[1] >= x.shape[2]:
             return None
         one = float(split.bias is not None)
-        return self._store.kept("gram", clients, lambda: x @ x.transpose(1, 2) + one, keep=self._everybody)
+        return self._store.kept("gram", clients, lambda: x @ x.transpose(1, 2) + one, keep=self._recurs)
 
     def _move(self, split: FirstLinear, plan: Plan, work: Work, clients: Tensor) -> Moved:
         """Train, in closed form where one is known and its matrix serves for more than a round."""
         if split.head and self.device.type == "cuda" and fits(split.head, plan, work):
             return descend_on_chip(split.head, plan, work)
-        if not split.squared or plan.gradient or not self._everybody:
+        if not split.squared or plan.gradient or not self._recurs:
             return self._replayed(split, plan, work)
         chunk, rate = clients.numpy().tobytes(), float(work.lr)
         if self._rates.get(chunk) != rate:  # it may be another in the next round
@@ -122,8 +122,12 @@ class Fused(Vectorised):
         return leap(work, self._store.kept(name, clients, lambda: reach_of(split, plan, work), keep=True))
 
     @property
+    def _recurs(self) -> bool:
+        """Whether what is made for a chunk will be wanted again, and may be kept."""
+        return self._everybody and self._store.keeps
+
+    @property
     def _everybody(self) -> bool:
-        """Whether all clients take part, so that what is made for a chunk will be wanted again."""
         return len(self) == self.population
 
     def _weight(self, plan: Plan, at: Tensor, like: Tensor) -> Tensor:

@@ -48,15 +48,16 @@ def descend_on_chip(head: Head, plan: Plan, work: Work) -> Moved:
 def _sizes(n: int, h: int, classes: int) -> dict[str, int]:
     """Threads and columns per thread, and the bytes of `Shared` in descend.cu."""
     cols = 2 if n <= 64 else 1
-    threads = -(-(-(-h // cols)) // 32) * 32
+    threads = _up(_up(h, cols) // cols, 32)
     parts = 4 if n <= 64 else 2
     wide, rows, outs = _up(h) + (4 if _up(h) // 4 % 2 == 0 else 0), _up(n), _up(classes)
     floats = 2 * n * wide + classes * wide + n * rows + n * outs * (1 + parts) + outs + n
     return {"COLS": cols, "THREADS": threads, "PARTS": parts, "bytes": 4 * floats}
 
 
-def _up(n: int) -> int:
-    return -(-n // 4) * 4
+def _up(n: int, by: int = 4) -> int:
+    """The next multiple."""
+    return -(-n // by) * by
 
 
 @functools.cache

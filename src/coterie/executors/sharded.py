@@ -25,17 +25,17 @@ from coterie.federation import Federation
 from coterie.key import Key
 from coterie.task import Task
 from coterie.tree import stack, tree_map
-from coterie.uplink import Uplink
 
 
 class Sharded(Fused):
     """The vectorised executor on a share of the clients per rank; without torchrun, on all of them."""
 
     def __init__(
-        self, federation: Federation, task: Task, key: Key, device: torch.device, uplink: Uplink | None = None
+        self, federation: Federation, task: Task, key: Key, device: torch.device, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(federation, task, key, ranks.join(device), uplink)
+        super().__init__(federation, task, key, ranks.join(device), *args, **kwargs)
         self.leads = ranks.rank() == 0
+        self._of_all = False  # whether this is a rank's share of all clients
         if ranks.world() > 1:
             self.ledger.messages.append(f"sharded: {ranks.world()} processes; what follows is the first one's share")
 
@@ -90,7 +90,11 @@ class Sharded(Fused):
     def _share(self, at: Tensor) -> Self:
         """The clients at these positions, with bytes and memories of their own until all ranks have theirs."""
         own = replace(self.ledger, bytes_down=0, bytes_up=0, memory=dict(self.ledger.memory))
-        return self._but(clients=self.clients[at], ledger=own)
+        return self._but(clients=self.clients[at], ledger=own, _of_all=len(self) == self.population)
+
+    @property
+    def _everybody(self) -> bool:
+        return self._of_all or super()._everybody
 
     def _kept(self, share: Self) -> Any:
         """What the clients of a share have put into their memories, stacked; () where it is nothing."""

@@ -11,9 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.federation import Federation, Packed
+from coterie.federation import Federation
+from coterie.packed import Packed
 from coterie.task import Data
 from coterie.tree import nbytes
+
+STREAMED = 32 * 2**20  # bytes of rows in one chunk on a CPU: what is mapped from a file is in memory chunk by chunk
+FEW = 256  # clients whose scattered pages may be in memory at once: Linux brings in 64 KiB around each of them
 
 Kept = TypeVar("Kept")
 
@@ -36,17 +40,20 @@ def _available() -> int:
 
 
 def _allowed() -> int:
-    """What a container may still take."""
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    """What a container may still take. Pages of files count as taken, but are given up when memory is short."""
+    limit, used, kinds = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     if not limit.exists() or not limit.read_text().strip().isdecimal():
         return sys.maxsize
-    return int(limit.read_text()) - int(used.read_text())
+    of = dict(line.split() for line in kinds.read_text().splitlines())
+    files = int(of.get("active_file", 0)) + int(of.get("inactive_file", 0))
+    return int(limit.read_text()) - int(used.read_text()) + files
 
 
 class Store:
     """Clients' rows, padded to a common length and stacked, on one device.
 
-    Rows that take less than half of the free memory are moved there once; others are moved chunk by chunk.
+    Rows that take less than half of a GPU's free memory are moved there once; others are moved chunk by chunk. Of a
+    federation that is mapped from files, no more than a chunk is in memory at any time.
     """
 
     def __init__(self, federation: Federation, device: torch.device) -> None:
@@ -54,28 +61,52 @@ class Store:
         self.device = device
         self._packed: dict[str, Packed] = {}
         self._kept: dict[tuple[str, bytes], Any] = {}
+        self._lent: tuple[Packed, slice] | None = None
 
     def rows(self, part: str, clients: Tensor) -> Data:
-        """The rows of these clients as one `Data` (c, n, …) with n the size of the largest."""
+        """The rows of these clients as one `Data` (c, n, …) with n the size of the largest.
+
+        They may be views of a mapped file, whose memory is given back when the next clients are asked for.
+        """
+        if self._lent is not None:
+            packed, rows = self._lent
+            packed.forget(rows.start, rows.stop)
         packed = self._resident(part)
-        start, sizes = packed.offsets[clients], packed.sizes[clients]
+        start = packed.offsets[clients]
+        sizes = packed.offsets[clients + 1] - start
         c, width = len(clients), max(1, int(sizes.max()))
         if bool((sizes == width).all()) and bool((start.diff() == width).all()):  # neighbours of one size: a view
             rows = slice(int(start[0]), int(start[0]) + c * width)
             x, y = (a[rows].unflatten(0, (c, width)) for a in (packed.x, packed.y))
             mask = torch.ones(c, width)
+            self._lent = packed, rows
         else:  # padding repeats other rows, which the mask takes out again
             step = torch.arange(width)
-            at = (start[:, None] + step).clamp(max=len(packed.x) - 1).to(packed.x.device)
-            x, y = packed.x[at], packed.y[at]
+            x, y = gather(packed, (start[:, None] + step).clamp(max=len(packed.x) - 1))
             mask = (step < sizes[:, None]).float()
+            self._lent = None
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
 
+    def most(self, part: str, rows: int) -> int:
+        """How many clients of so many rows a chunk may have at most, for the sake of their rows alone."""
+        packed = self.federation.split(part)
+        each = rows * (packed.x[:1].nbytes + packed.y[:1].nbytes)
+        return max(1, STREAMED // max(1, each)) if self.device.type == "cpu" else sys.maxsize
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything may be kept: not where rows are mapped from files, for it would grow with the clients."""
+        return self._resident("train").pages is None
+
     def kept(self, name: str, clients: Tensor, make: Callable[[], Kept], *, keep: bool) -> Kept:
-        """What `make` makes for these clients; with `keep`, kept for the next round while memory allows."""
+        """What `make` makes for these clients; with `keep`, kept for the next round while memory allows.
+
+        Nothing is kept for two clients, on whom chunks are tried out: chunks should not depend on it.
+        """
         key = name, clients.numpy().tobytes()
         if key not in self._kept:
             made = make()
+            keep = keep and self.keeps and len(clients) > 2
             if not keep or nbytes(list(self._kept.values())) + nbytes(made) > free_memory(self.device) / 4:
                 return made
             self._kept[key] = made
@@ -85,6 +116,28 @@ class Store:
         if part not in self._packed:
             packed = self.federation.split(part)
             if self.device.type != "cpu" and nbytes(packed) < free_memory(self.device) / 2:
-                packed = packed._replace(x=packed.x.to(self.device), y=packed.y.to(self.device))
+                packed = move(packed, self.device)
             self._packed[part] = packed
         return self._packed[part]
+
+
+def gather(packed: Packed, at: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows numbered by `at` (c, n), copied; of mapped files, few clients' pages at a time are in memory."""
+    index, few = at.to(packed.x.device), FEW if packed.pages else len(at)
+    x, y = (values.new_empty(*at.shape, *values.shape[1:]) for values in (packed.x, packed.y))
+    for first in range(0, len(at), few):
+        some = slice(first, first + few)
+        for values, out in ((packed.x, x), (packed.y, y)):
+            torch.index_select(values, 0, index[some].flatten(), out=out[some].flatten(0, 1))
+        packed.forget(int(at[some].min()), int(at[some].max()) + 1)
+    return x, y
+
+
+def move(packed: Packed, device: torch.device) -> Packed:
+    """Rows brought to a device a piece at a time, so that those of a mapped file are never all in memory."""
+    x, y = (torch.empty_like(values, device=device) for values in (packed.x, packed.y))
+    for first, piece in packed.pieces():
+        start = int(packed.offsets[first])
+        rows = slice(start, start + len(piece.x))
+        x[rows], y[rows] = piece.x, piece.y
+    return Packed(x, y, packed.offsets)

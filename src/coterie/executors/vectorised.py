@@ -81,7 +81,7 @@ class Vectorised(Cohort):
             each = max(1, probe.peak // len(bucket[:2]))
             free = free_memory(self.device)
             room = free * SHARE if self.device.type != "cpu" else min(free * SHARE, cached)
-            size = max(1, int(room // each))
+            size = max(1, min(int(room // each), self._store.most(self.part, rows)))
             if each > free:
                 raise ValueError(
                     f"{label}: one client needs about {each / 2**20:,.0f} MiB, but {self.device} has only "

@@ -1,0 +1,12 @@
+"""Federations in folders, which may be larger than memory."""
+
+from __future__ import annotations
+
+from coterie.data.source import dataset
+from coterie.federation import Federation
+
+
+@dataset
+def mapped(path: str) -> Federation:
+    """The folder `path`, which `Federation.create` wrote."""
+    return Federation.open(path)
