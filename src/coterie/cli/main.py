@@ -113,7 +113,7 @@ def speed(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """One round done every way, against the plain loop and against the arithmetic floor."""
+    """One round done every way and by other libraries, against the plain loop and against the arithmetic floor."""
     from coterie.bench.speed import measure
 
     rows = measure(device, quick=quick)
