@@ -199,7 +199,10 @@ def _pfl_callback(after_round: Callable[[], None]) -> Any:
 
 def run_flower(job: Job) -> Timing:
     """FedAvg on the Ray backend, one actor per core. A client reads its rows from a file: messages hold no data."""
-    strategy: Any = import_module("flwr.serverapp.strategy").FedAvg(fraction_evaluate=0.0)
+    everyone = len(job.clients)  # else the first round takes those that have registered by then
+    strategy: Any = import_module("flwr.serverapp.strategy").FedAvg(
+        fraction_evaluate=0.0, min_train_nodes=everyone, min_available_nodes=everyone
+    )
     record: Any = import_module("flwr.app").ArrayRecord
     app: Any = import_module("flwr.serverapp").ServerApp()
     watch = Stopwatch()
@@ -218,7 +221,7 @@ def run_flower(job: Job) -> Timing:
             snapshot.save(Path(folder) / str(i), rows)
         client = _flower_client(Path(folder), job.spec, job.lr, job.tau)
         resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-        import_module("flwr.simulation").run_simulation(app, client, len(job.clients), backend_config=resources)
+        import_module("flwr.simulation").run_simulation(app, client, everyone, backend_config=resources)
     return watch.timing()
 
 
@@ -279,8 +282,8 @@ def time_peer(name: str, job: Job) -> Timing:
         done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
         if (timing := Path(folder) / "timing").exists():
             return snapshot.load(timing, {"Timing": Timing})
-        reason = Path(folder) / "error"
-        raise PeerFailed(reason.read_text() if reason.exists() else f"it ended with code {done.returncode}")
+        error = Path(folder) / "error"
+        raise PeerFailed(error.read_text().splitlines()[0] if error.exists() else f"exit code {done.returncode}")
 
 
 def main(name: str, folder: Path) -> None:
