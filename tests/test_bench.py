@@ -1,14 +1,21 @@
 import json
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
+from coterie.bench import peers, speed
+from coterie.bench.loop import loop_round
+from coterie.bench.peers import PEERS, Job, PeerFailed, time_peer
 from coterie.bench.scale import slope
-from coterie.bench.speed import gram_flops, measure, product_rate
+from coterie.bench.speed import Workload, gram_flops, grouped, linear, measure, product_rate
 from coterie.cli.main import app
+from coterie.models import MLP, Linear
+from coterie.tree import flat
 
 
-def test_every_way_gives_the_same_answer():
+def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(peers, "find_spec", lambda module: None)
     rows = measure("cpu", quick=True)
     keys = {"workload", "way", "seconds", "loop_ratio", "floor_ratio", "peak_mib", "max_rel_diff"}
     assert all(set(r) == keys for r in rows)
@@ -16,6 +23,46 @@ def test_every_way_gives_the_same_answer():
     ways = {"loop", "sequential", "vmap", "vectorised", "floor"}
     assert len(works) == 3 and all({r["way"] for r in rows if r["workload"] == w} == ways for w in works)
     assert all(r["max_rel_diff"] < 1e-3 for r in rows if r["way"] != "floor")
+    assert caplog.messages == ["not installed: fedjax, pfl, flower (pip install 'coterie[bench]')"]
+
+
+def work(k):
+    """A classifier for two groups of clients, or a regression that all share."""
+    if k > 1:
+        return Workload("classes", MLP(12, 8, 3), grouped(6, 5, 12, 3, groups=2), k, 10, 0.1, 1.0)
+    return Workload("line", Linear(4, 1), linear(6, 5, 4), 1, 10, 0.02, 1.0)
+
+
+@pytest.mark.parametrize(("name", "k"), [("fedjax", 2), ("fedjax", 1), ("pfl", 1), ("flower", 1)])
+def test_a_peer_does_the_same_round(name, k):
+    for module in PEERS[name].modules:
+        pytest.importorskip(module)
+    small = work(k)
+    timing = speed._peers(small, [name])[name]
+    clients = [small.federation.train.client(i) for i in range(len(small.federation))]
+    start = speed._start(small, torch.device("cpu"))
+    expected = loop_round(small.module, start, clients, small.lr, small.tau)
+    assert not torch.allclose(flat(start), flat(expected), atol=1e-2)
+    torch.testing.assert_close({n: timing.models[n] for n in expected}, expected, rtol=1e-5, atol=1e-6)
+    assert timing.seconds > 0 and (timing.peak_mib is None or timing.peak_mib > 10)
+
+
+def test_a_peer_that_fails_is_left_out_with_its_reason(monkeypatch, caplog):
+    odd = Job(work(1).federation.train, {"weight": torch.zeros(1, 1, 4)}, {}, 0.1, 1)  # no bias; or no fedjax
+    with pytest.raises(PeerFailed, match="Error: ") as failure:
+        time_peer("fedjax", odd)
+
+    def fail(name, job):
+        raise failure.value
+
+    monkeypatch.setattr(speed, "time_peer", fail)
+    assert speed._peers(work(1), ["pfl"]) == {}
+    assert caplog.messages == [f"line: pfl failed: {failure.value}"]
+
+
+def test_only_a_peer_that_knows_clusters_is_asked_for_them(monkeypatch):
+    monkeypatch.setattr(speed, "time_peer", lambda name, job: f"{name} {job.k}")
+    assert speed._peers(work(2), ["fedjax", "pfl", "flower"]) == {"fedjax": "fedjax 2"}
 
 
 def test_the_floor_counts_the_operations_of_the_papers_workload():

@@ -19,11 +19,11 @@ def loop_round(module: nn.Module, models: Params, clients: Sequence[tuple[Tensor
     trained: list[list[nn.Module]] = [[] for _ in range(k)]
     for x, y in clients:
         with torch.no_grad():
-            losses = [float(_loss(c, x, y)) for c in centres] if k > 1 else [0.0]
+            losses = [float(loss(c, x, y)) for c in centres] if k > 1 else [0.0]
         j = losses.index(min(losses))
         own = copy.deepcopy(centres[j])
         for _ in range(tau):
-            gradients = torch.autograd.grad(_loss(own, x, y), list(own.parameters()))
+            gradients = torch.autograd.grad(loss(own, x, y), list(own.parameters()))
             with torch.no_grad():
                 for p, g in zip(own.parameters(), gradients, strict=True):
                     p -= lr * g
@@ -32,7 +32,8 @@ def loop_round(module: nn.Module, models: Params, clients: Sequence[tuple[Tensor
     return {n: torch.stack([dict(m.named_parameters())[n].detach() for m in means]) for n in models}
 
 
-def _loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of some rows: squares where the targets are real numbers, else cross-entropy."""
     out = module(x)
     return (out[:, 0] - y).square().mean() if y.is_floating_point() else cross_entropy(out, y)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from coterie.algorithms import IFCA, FedAvg
 from coterie.algorithms.base import Algorithm
 from coterie.bench.loop import loop_round
+from coterie.bench.peers import PEERS, Job, PeerFailed, Timing, installed, time_peer
 from coterie.executors import EXECUTORS, find_device
 from coterie.federation import Federation
 from coterie.key import Key
@@ -23,6 +25,8 @@ from coterie.tree import Params, flat
 
 ROUNDS = 5  # timed, after one to warm up; the median counts
 LARGE = {"cpu": 4096, "cuda": 8192}  # side of the matrix product that sets the rate of the floor
+
+log = logging.getLogger("coterie")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,12 @@ class Workload:
 
 
 def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]]:
-    """Every workload done every way: a list of rows as `coterie bench speed --json` prints them."""
+    """Every workload done every way: a list of rows as `coterie bench speed --json` prints them.
+
+    Other libraries that are installed are timed on a CPU only.
+    """
     where = find_device(device)
+    peers = installed() if where.type == "cpu" else []
     rate = product_rate(where)
     rows = []
     for work in workloads(quick):
@@ -61,6 +69,7 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
         for name in (n for n in EXECUTORS if n != "sharded"):  # which in one process is the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
         found = {name: (*way(), peak_mib(where)) for name, way in ways.items() if _reset_peak(where)}
+        found |= _peers(work, peers)
         reference = flat(found["sequential"][1])
         for name, (seconds, models, peak) in found.items():
             gap = float((flat({n: models[n] for n in found["sequential"][1]}) - reference).abs().max())
@@ -152,14 +161,33 @@ def _executor(work: Workload, name: str, device: torch.device) -> tuple[float, P
 
 
 def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
-    cohort = EXECUTORS["sequential"](work.federation, work.task, Key.of(0), device)
-    start = work.algorithm.models(work.algorithm.start(work.task, cohort.at(0), Key.of(0)))
+    start = _start(work, device)
     clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
     found: list[Params] = []
     seconds = [
         _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau)), device) for _ in "12"
     ]
     return min(seconds), found[-1]
+
+
+def _peers(work: Workload, names: list[str]) -> dict[str, Timing]:
+    """Those of the peers that can do the work and did; a warning says why another did not."""
+    job = Job(work.federation.train, _start(work, torch.device("cpu")), work.task.spec["model"], work.lr, work.tau)
+    found = {}
+    for name in names:
+        if work.k > 1 and not PEERS[name].clusters:
+            continue
+        try:
+            found[name] = time_peer(name, job)
+        except PeerFailed as failure:
+            log.warning("%s: %s failed: %s", work.name, name, failure)
+    return found
+
+
+def _start(work: Workload, device: torch.device) -> Params:
+    """The models that every way starts from."""
+    cohort = EXECUTORS["sequential"](work.federation, work.task, Key.of(0), device)
+    return work.algorithm.models(work.algorithm.start(work.task, cohort.at(0), Key.of(0)))
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

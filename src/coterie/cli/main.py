@@ -123,7 +123,7 @@ def speed(
     out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,
     as_json: Json = False,
 ) -> None:
-    """One round done every way, against the plain loop and against the arithmetic floor."""
+    """One round done every way and by other libraries, against the plain loop and against the arithmetic floor."""
     from coterie.bench.speed import measure
     from coterie.executors import find_device
 
