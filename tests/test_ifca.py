@@ -1,15 +1,27 @@
 """IFCA against cases worked by hand, and against what the paper says of it."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
 import coterie as ct
 from coterie.algorithms.ifca import State
+from coterie.algorithms.starts import Start
 from coterie.executors import EXECUTORS
 from coterie.key import Key
 from coterie.reproduce.rounds import last_state, states
-from coterie.reproduce.success import Bernoulli
+
+
+@dataclass(frozen=True)
+class Bernoulli(Start):
+    """Every parameter 0 or 1, as in Section 6.1."""
+
+    def __call__(self, k, lr, task, cohort, key):
+        g = key.generator()
+        return {n: (torch.rand((k, *x.shape), generator=g) < 0.5).float() for n, x in task.init(key).items()}
+
 
 LINE = ct.Task.regressor(ct.models.Linear(1, 1, bias=False))
 

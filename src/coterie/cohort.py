@@ -10,20 +10,20 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from coterie.client import ClientStep, Reply
 from coterie.federation import Federation
 from coterie.key import Key
 from coterie.precision import Precision, arithmetic
 from coterie.task import Task
-from coterie.tree import nbytes, take, tree_map
+from coterie.tree import leaves, nbytes, take, tree_map
 from coterie.uplink import Uplink
 
 Step = Callable[[Task], ClientStep]  # a method of a frozen dataclass, so that a remote client can rebuild it by name
@@ -138,23 +138,21 @@ class Cohort(ABC):
         """
         update, weight, note = None, torch.zeros(slots, device=self.device), None
         shared, down = self._sent(shared, rows)
-        with arithmetic(self.precision, self.device):
-            for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
-                self._charge(down * len(at), up)
-                update = part.update if update is None else tree_map(torch.add, update, part.update)
-                weight = weight + part.weight
-                note = _put(note, part.note, at, len(self))
+        for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
+            self._charge(down * len(at), up)
+            update = part.update if update is None else tree_map(torch.add, update, part.update)
+            weight = weight + part.weight
+            note = _put(note, part.note, at, len(self))
         return Sums(update, weight, note or {})
 
     def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         replies: Any = None
         shared, down = self._sent(shared, rows)
-        with arithmetic(self.precision, self.device):
-            for at, reply in self._replies(step(self.task), _name(step), shared, rows):
-                reply = reply._replace(memory=())
-                self._charge(down * len(at), nbytes(reply))
-                replies = _put(replies, reply, at, len(self))
+        for at, reply in self._replies(step(self.task), _name(step), shared, rows):
+            reply = reply._replace(memory=())
+            self._charge(down * len(at), nbytes(reply))
+            replies = _put(replies, reply, at, len(self))
         return replies
 
     @abstractmethod
@@ -172,6 +170,10 @@ class Cohort(ABC):
         """What is sent, on the device, and its bytes per client."""
         shared = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, shared)
         return shared, nbytes(shared if rows is None else take(shared, rows[0].to(self.device)))
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        """For what a client computes; sums over clients are always done in float32."""
+        return arithmetic(self.precision, self.device)
 
     def _charge(self, down: int, up: int) -> None:
         self.ledger.bytes_down += down
@@ -197,28 +199,29 @@ def sampled(key: Key, when: tuple[int, ...], numbers: Tensor, fraction: float) -
 def slot_sum(reply: Reply, slots: int) -> Sums:
     """Add stacked replies (c, …), each of one or several parts, up by slot."""
     parts = reply.slot.dim()
-    total = weighted_sums(reply.slot, reply.weight, slots)
-    return Sums(
-        update=tree_map(lambda x: total(x.flatten(0, parts - 1)), reply.update),
-        weight=total(torch.ones_like(reply.weight.flatten())),
-        note=reply.note,
-    )
+    update = tree_map(lambda x: x.flatten(0, parts - 1), reply.update)
+    return Sums(*weighted_sums(reply.slot, reply.weight, slots, update), note=reply.note)
 
 
-def weighted_sums(slot: Tensor, weight: Tensor, slots: int) -> Callable[[Tensor], Tensor]:
-    """A function that adds rows (b, …) up by slot (slots, …), for b slots and weights of any shape."""
-    slot, weight = slot.flatten(), weight.flatten()
-    share = one_hot(slot, slots).to(weight.dtype) * weight[:, None]
+def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[Any, Tensor]:
+    """Add rows (b, …) of a tree up by slot (slots, …), for b slots and weights of any shape; and the weights."""
+    weight = weight.flatten()
+    slot = slot.flatten().to(weight.device)
+    share = (slot[:, None] == torch.arange(slots, device=slot.device)) * weight[:, None]
 
     def total(x: Tensor) -> Tensor:
-        rows = x.reshape(len(slot), -1)
         # One matrix product: on a GPU index_add would add in an order that changes from run to run.
-        out = share.T.to(x.dtype) @ rows
-        if not bool(torch.isfinite(out).all()):  # 0 · ∞ has carried one slot's infinity into the others
-            out = torch.zeros_like(out).index_add_(0, slot, rows * weight[:, None].to(x.dtype))
-        return out.reshape(slots, *x.shape[1:])
+        return (share.T.to(x.dtype) @ x.reshape(len(slot), -1)).reshape(slots, *x.shape[1:])
 
-    return total
+    def apart(x: Tensor) -> Tensor:
+        each = x * weight.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+        return torch.zeros(slots, *x.shape[1:], dtype=x.dtype, device=x.device).index_add_(0, slot, each)
+
+    sums = tree_map(total, rows)
+    finite = [torch.isfinite(x).all() for x in leaves(sums)]
+    if finite and not bool(torch.stack(finite).all()):  # 0 · ∞ has carried one slot's infinity into the others
+        sums = tree_map(apart, rows)
+    return sums, share.sum(0)
 
 
 def slot_mean(sums: Sums, otherwise: Any) -> Any:

@@ -16,7 +16,7 @@ from coterie.models import MODELS
 from coterie.settings import check_type, nearest_name, to_plain, validate
 from coterie.task import Task
 
-RUN_KEYS = ("rounds", "seed", "executor", "device")
+RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations")
 TASKS = {"classifier": Task.classifier, "regressor": Task.regressor}
 
 

@@ -25,7 +25,8 @@ def check_precision(precision: str, device: torch.device) -> Precision:
 def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
     """Matrix products in this precision, whatever torch was set to before; all else stays in float32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    rough = precision != "float32" and device.type == "cuda"  # with bfloat16, for what is not cast to it
+    torch.set_float32_matmul_precision("high" if rough else "highest")
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             yield

@@ -22,13 +22,12 @@ from coterie.evaluate import Scores, evaluate
 from coterie.executors import find_device, find_executor
 from coterie.federation import Array, Federation
 from coterie.key import Key
+from coterie.precision import check_precision
 from coterie.progress import Progress
 from coterie.record import Onlooker, Record
 from coterie.settings import validate
 from coterie.task import Data, Task
 from coterie.tree import Params, take
-
-EVALUATIONS = 100  # the most in one run, besides the last: evaluating need not cost more than training
 
 LISTED = 100  # clusters at most whose members and scores are listed in every row of the history
 
@@ -120,6 +119,8 @@ def fit(
     seed: int = 0,
     executor: str = "vectorised",
     device: str = "auto",
+    precision: str = "float32",
+    evaluations: int = 100,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
@@ -135,6 +136,9 @@ def fit(
         executor: "vectorised" (many clients at once), "sequential" (the reference), or "sharded" (each process that
             torchrun started does a share of the clients; all return the same run, and the first one writes it).
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        precision: Of matrix products: "float32", or on a GPU the faster "tf32", or "bfloat16". Only with float32 do
+            executors agree to within rounding.
+        evaluations: How often at most all clients are scored on the way, evenly spaced; the last round always is.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
         callbacks: Each is called with every new row of the history, by the process that writes.
@@ -145,7 +149,7 @@ def fit(
         ConnectionError: Another process of a sharded run is gone.
     """
     validate(algorithm)
-    for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0)):
+    for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
     if resume and out is None:
@@ -154,13 +158,14 @@ def fit(
     make = find_executor(executor)
     federation.check(task)
     key = Key.of(seed)
-    cohort = make(federation, task, key.fold(CLIENTS), place)
+    cohort = make(federation, task, key.fold(CLIENTS), place, precision=check_precision(precision, place))
     config = _config(algorithm, task, federation, rounds, seed)
     record = None
     if out:
         record = Record(out, config, resume=resume) if cohort.leads else Onlooker(out)
     listeners = [*callbacks, *_progress(algorithm, rounds, task, cohort.device)] if cohort.leads else []
-    return _Loop(algorithm, cohort, key, rounds, record, listeners).run(resume)
+    every = math.ceil(rounds / evaluations)
+    return _Loop(algorithm, cohort, key, rounds, every, record, listeners).run(resume)
 
 
 class _Now(NamedTuple):
@@ -175,11 +180,17 @@ class _Loop:
     """The rounds of one run."""
 
     def __init__(
-        self, algorithm: Algorithm, cohort: Cohort, key: Key, rounds: int, record: Record | None, callbacks: list[Any]
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        key: Key,
+        rounds: int,
+        every: int,  # rounds between two evaluations
+        record: Record | None,
+        callbacks: list[Any],
     ) -> None:
         self.algorithm, self.cohort, self.key = algorithm, cohort, key
-        self.rounds, self.record, self.callbacks = rounds, record, callbacks
-        self.every = math.ceil(rounds / EVALUATIONS)
+        self.rounds, self.every, self.record, self.callbacks = rounds, every, record, callbacks
         self.history: list[dict[str, Any]] = []
         self.now = _Now(None, 0, {})
         self.start_seconds = 0.0

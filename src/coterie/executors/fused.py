@@ -83,15 +83,17 @@ class Fused(Vectorised):
         """Choose and train for the clients at these positions."""
         data = self._store.rows(self.part, self.clients[at])
         data = data._replace(x=data.x.flatten(2))
-        if sent.rows is None:
-            z, label = choose(split, sent, data, self._factor(data.x, self.clients[at]))
-        else:
-            label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
-            z = first_product(split, sent.models, data.x, label)
+        with self._arithmetic():
+            if sent.rows is None:
+                z, label = choose(split, sent, data, self._factor(data.x, self.clients[at]))
+            else:
+                label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
+                z = first_product(split, sent.models, data.x, label)
         rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
         kernel = self._kernel(split, data.x, self.clients[at])
-        work = Work(data.x, data.y, row_shares(data), z, kernel, rest, sent.lr)
-        moved = self._move(split, sent.plan, work, self.clients[at])
+        work = Work(data.x, data.y, row_shares(data), z.float(), kernel, rest, sent.lr)
+        with self._arithmetic(), torch.autocast(self.device.type, enabled=False):  # many small steps: no bfloat16 here
+            moved = self._move(split, sent.plan, work, self.clients[at])
         return Trained(data.x, moved, label, based=not sent.plan.gradient)
 
     def _factor(self, x: Tensor, clients: Tensor) -> Factor:
@@ -197,15 +199,18 @@ class Trained(NamedTuple):
     def sums(self, split: FirstLinear, start: Params, weight: Tensor) -> Sums:
         """Σ weight · model over the clients that took each model (s, …)."""
         first, bias = self.moved.first, self.moved.bias
-        total = weighted_sums(self.label, weight, len(start[split.weight]))
-        count = total(torch.ones_like(weight.flatten()))
-        own = {n: total(x.flatten(0, 1)) for n, x in self.moved.rest.items()}
-        own[split.weight] = self._rows_sum(weight, start[split.weight]) if bias is None else total(first.flatten(0, 1))
+        each = {**self.moved.rest}
         if split.bias:
-            own[split.bias] = total((first.sum(2) if bias is None else bias).flatten(0, 1))
+            each[split.bias] = first.sum(2) if bias is None else bias
+        if bias is not None:
+            each[split.weight] = first
+        flattened = tree_map(lambda x: x.flatten(0, 1), each)
+        own, count = weighted_sums(self.label, weight, len(start[split.weight]), flattened)
+        if bias is None:
+            own[split.weight] = self._rows_sum(weight, start[split.weight])
         for n in (split.weight, split.bias) if self.based else ():
             if n:
-                own[n] += count.reshape(-1, *[1] * (start[n].dim() - 1)) * start[n]
+                own[n] = own[n] + count.reshape(-1, *[1] * (start[n].dim() - 1)) * start[n]
         return Sums({n: own[n] for n in start}, count, {})
 
     def _rows_sum(self, weight: Tensor, like: Tensor) -> Tensor:
@@ -218,6 +223,7 @@ class Trained(NamedTuple):
 
 def _members(label: Tensor) -> Iterator[tuple[int, Any, Any]]:
     """Models, and who took them: indices of clients and starts, of which no two are the same."""
+    label = label.cpu()
     if label.shape[1] == 1:  # rows of neighbours with one model need not be copied
         taken, length = label[:, 0].unique_consecutive(return_counts=True)
         if len(taken) * RUN <= len(label):
@@ -236,9 +242,8 @@ def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Te
     """
     weight, k = sent.models[split.weight], sent.plan.clusters or 1
     (s, h, d), (c, n) = weight.shape, data.x.shape[:2]
-    z = rows.times(weight.reshape(s * h, d).T).unflatten(1, (s, h))
-    if split.bias:
-        z += sent.models[split.bias]
+    bias = sent.models[split.bias].flatten() if split.bias else None
+    z = rows.times(weight.reshape(s * h, d).T, bias).unflatten(1, (s, h))
     rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}
     each = vmap(split.loss, in_dims=(0, 1, None))(rest, z, data.y.flatten(0, 1)).unflatten(1, (c, n))
     mean = (each * row_shares(data)).sum(-1).T  # (c, s)
@@ -257,7 +262,7 @@ def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor) 
     else:
         z = x.new_empty(*label.shape, x.shape[1], weight.shape[1])
         for s, at, r in _members(label):
-            z[at, r] = x[at] @ weight[s].T
+            z[at, r] = (x[at] @ weight[s].T).to(z.dtype)
     return z if split.bias is None else z.add_(take(models[split.bias], label)[:, :, None])
 
 

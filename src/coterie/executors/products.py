@@ -35,13 +35,13 @@ class Factor(NamedTuple):
         """The factor; it is split on a GPU, or as told."""
         return cls(x, *(_parts(x) if (x.is_cuda if split is None else split) else (None, None)))
 
-    def times(self, other: Tensor) -> Tensor:
-        """X · other."""
+    def times(self, other: Tensor, plus: Tensor | None = None) -> Tensor:
+        """X · other, and the vector `plus` added to every row."""
         if self.high is None or self.low is None:
-            return self.whole @ other
+            return _affine(self.whole, other, plus)
         high, low = _parts(other)
         with arithmetic("tf32", other.device):
-            return _plus(_plus(self.high @ high, self.high, low), self.low, high)
+            return _plus(_plus(_affine(self.high, high, plus), self.high, low), self.low, high)
 
     def after(self, other: Tensor) -> Tensor:
         """Other · X."""
@@ -58,6 +58,10 @@ def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
         return high.mT, low.mT
     high = (x.contiguous().view(torch.int32) & _HIGH).view(torch.float32)
     return high, x - high
+
+
+def _affine(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
+    return a @ b if plus is None else torch.addmm(plus, a, b)  # which a GPU does in one pass
 
 
 def _plus(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

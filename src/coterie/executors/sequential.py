@@ -27,7 +27,8 @@ class Sequential(Cohort):
             sent = shared if rows is None else take(shared, rows[position])
             data = tree_map(lambda x: x[0], self._store.rows(self.part, torch.tensor([i])))
             draws = tree_map(lambda x: x.to(self.device), self._draws(step, i, n))
-            reply = self.uplink(step.run(sent, Local(data, draws, memory.get(i, ()))))
+            with self._arithmetic():
+                reply = self.uplink(step.run(sent, Local(data, draws, memory.get(i, ()))))
             if reply.memory != ():
                 memory[i] = reply.memory
             yield torch.tensor([position]), tree_map(lambda x: x[None], reply)

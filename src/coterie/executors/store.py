@@ -78,7 +78,7 @@ class Store:
         if bool((sizes == width).all()) and bool((start.diff() == width).all()):  # neighbours of one size: a view
             rows = slice(int(start[0]), int(start[0]) + c * width)
             x, y = (a[rows].unflatten(0, (c, width)) for a in (packed.x, packed.y))
-            mask = torch.ones(c, width)
+            mask = torch.ones(c, width, device=self.device)
             self._lent = packed, rows
         else:  # padding repeats other rows, which the mask takes out again
             step = torch.arange(width)

@@ -32,13 +32,15 @@ class Vectorised(Cohort):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._store = Store(self.federation, self.device)
+        self._cuts: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         run = vmap(lambda sent, local: self.uplink(step.run(sent, local)), in_dims=(None if rows is None else 0, 0))
 
         def replies(at: Tensor) -> Reply:
             sent = shared if rows is None else take(shared, rows[at])
-            return run(sent, self._local(step, at))
+            with self._arithmetic():
+                return run(sent, self._local(step, at))
 
         for at in self._chunks(name, replies, CACHED):
             reply = replies(at)
@@ -47,8 +49,16 @@ class Vectorised(Cohort):
 
     def _chunks(self, name: str, work: Callable[[Tensor], Any], cached: int) -> Iterator[Tensor]:
         """Positions of clients that go together, all buckets of them."""
-        for bucket in buckets(self.sizes, known=self._has_memory()):
+        for bucket in self._buckets():
             yield from bucket.split(self._chunk(name, bucket, work, cached))
+
+    def _buckets(self) -> list[Tensor]:
+        """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
+        clients, cut = self._cuts.get(self.part, (None, []))
+        if clients is not self.clients or self.ledger.memory:
+            cut = buckets(self.sizes, known=self._has_memory())
+            self._cuts[self.part] = self.clients, cut
+        return cut
 
     def _local(self, step: ClientStep, at: Tensor) -> Local:
         clients, draws, memory = self.clients[at], (), ()

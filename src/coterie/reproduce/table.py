@@ -53,7 +53,7 @@ def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
 def _one(spec: dict[str, Any], row: dict[str, Any], federation: Any, seed: int, device: str) -> dict[str, Any]:
     begin = time.monotonic()
     algorithm, task = build_algorithm(row["algorithm"]), build_task(spec["task"])
-    done = fit(algorithm, task, federation, rounds=row["rounds"], seed=seed, device=device)
+    done = fit(algorithm, task, federation, rounds=row["rounds"], seed=seed, device=device, evaluations=1)
     scores = done.evaluate(choose_on=spec["choose_on"])
     clustered = hasattr(algorithm, "k")
     return {
