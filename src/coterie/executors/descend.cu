@@ -2,8 +2,8 @@
 // model that ends in a `Head`. There, each step passes every client's z through the GPU's memory some fifteen times;
 // here a client's z never leaves its multiprocessor.
 //
-// Compiled for given sizes: N rows, H columns of z, C classes, COLS columns per thread, PARTS of a row of z that are
-// multiplied with the head at a time, and THREADS. Columns of z belong to threads; only the logits need all of them.
+// Compiled for given sizes: N rows, H columns of z, C classes, PARTS in which a row of z is multiplied with the head, and
+// THREADS, at least H. Each thread has a column of z; only the logits need all of them.
 
 #define UP4(n) (((n) + 3) / 4 * 4)
 #define ODD4(n) (UP4(n) / 4 % 2 ? UP4(n) : UP4(n) + 4)  // a row length that spreads float4 columns over all banks
@@ -13,9 +13,9 @@
 
 struct Shared {
     float z[N][HP];
-    float total[N][HP];      // -B/γ: the sum of the gradients at z
     float head[C][HP];       // V
-    float kernel[N][NP];     // -γ(XXᵀ + 1)
+    float total[N][HP];      // -B/γ: the sum of the gradients at z
+    float kernel[N][NP];     // XXᵀ + 1
     float at_out[N][CP];     // the gradient at the logits
     float parts[PARTS][N][CP];
     float bias[CP];
@@ -66,24 +66,42 @@ __device__ void compare(Shared &s, const long long *y, const float *share) {
     }
 }
 
-// kernel · down, added to a thread's own columns of z.
-__device__ void pull(Shared &s, const float (&down)[COLS][NP]) {
+// From the gradient at the logits to that at a column of z; the column's part of the head takes its step.
+__device__ void turn(Shared &s, int j, float lr, float prox, const float *head_0, float (&down)[NP]) {
+    float v[C], at_v[C] = {};
+#pragma unroll
+    for (int c = 0; c < C; c++) v[c] = s.head[c][j];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float z = s.z[i][j], active = fmaxf(z, 0.f);
+        float at_z = 0.f;
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            const float at_out = s.at_out[i][c];
+            at_z += at_out * v[c];
+            at_v[c] += at_out * active;
+        }
+        down[i] = (z > 0.f ? at_z : 0.f) - prox * lr * s.total[i][j];
+        s.total[i][j] += down[i];
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+        if (prox != 0.f) at_v[c] += prox * (v[c] - head_0[c * H + j]);
+        s.head[c][j] = v[c] - lr * at_v[c];
+    }
+}
+
+// γ · kernel · down, taken off a column of z.
+__device__ void pull(Shared &s, int j, float lr, const float (&down)[NP]) {
 #pragma unroll 4
     for (int i = 0; i < N; i++) {
-        float z[COLS];
-#pragma unroll
-        for (int col = 0; col < COLS; col++) z[col] = s.z[i][min(threadIdx.x + col * THREADS, HP - 1)];
+        float sum = 0.f;
 #pragma unroll
         for (int k = 0; k < NP / 4; k++) {
             const float4 w = reinterpret_cast<const float4 *>(s.kernel[i])[k];
-#pragma unroll
-            for (int col = 0; col < COLS; col++)
-                z[col] += w.x * down[col][4 * k] + w.y * down[col][4 * k + 1] + w.z * down[col][4 * k + 2]
-                        + w.w * down[col][4 * k + 3];
+            sum += w.x * down[4 * k] + w.y * down[4 * k + 1] + w.z * down[4 * k + 2] + w.w * down[4 * k + 3];
         }
-#pragma unroll
-        for (int col = 0; col < COLS; col++)
-            if (threadIdx.x + col * THREADS < H) s.z[i][threadIdx.x + col * THREADS] = z[col];
+        s.z[i][j] -= lr * sum;
     }
 }
 
@@ -99,14 +117,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) descend(
     head_0 += b * C * H, head += b * C * H, bias_0 += b * C, bias += b * C;
 
     for (int at = threadIdx.x; at < N * HP; at += THREADS) {
-        const int i = at / HP, j = at % HP;
-        s.z[i][j] = j < H ? z[i * H + j] : 0.f;
-        s.total[i][j] = 0.f;
+        s.z[at / HP][at % HP] = at % HP < H ? z[at / HP * H + at % HP] : 0.f;
+        s.total[at / HP][at % HP] = 0.f;
     }
+    for (int at = threadIdx.x; at < N * NP; at += THREADS)
+        s.kernel[at / NP][at % NP] = at % NP < N ? kernel[at / NP * N + at % NP] : 0.f;
     for (int at = threadIdx.x; at < C * HP; at += THREADS)
         s.head[at / HP][at % HP] = at % HP < H ? head_0[at / HP * H + at % HP] : 0.f;
-    for (int at = threadIdx.x; at < N * NP; at += THREADS)
-        s.kernel[at / NP][at % NP] = at % NP < N ? -lr * kernel[at / NP * N + at % NP] : 0.f;
     if (threadIdx.x < C) s.bias[threadIdx.x] = bias_0[threadIdx.x];
     __syncthreads();
 
@@ -126,35 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) descend(
             const float own = s.bias[threadIdx.x];
             s.bias[threadIdx.x] = own - lr * (sum + prox * (own - bias_0[threadIdx.x]));
         }
-        float down[COLS][NP] = {};
-#pragma unroll
-        for (int col = 0; col < COLS; col++) {
-            const int j = threadIdx.x + col * THREADS;
-            if (j >= H) continue;
-            float v[C], at_v[C] = {};
-#pragma unroll
-            for (int c = 0; c < C; c++) v[c] = s.head[c][j];
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                const float own = s.z[i][j], active = fmaxf(own, 0.f);
-                float at_z = 0.f;
-#pragma unroll
-                for (int c = 0; c < C; c++) {
-                    const float at_out = s.at_out[i][c];
-                    at_z += at_out * v[c];
-                    at_v[c] += at_out * active;
-                }
-                const float total = s.total[i][j];
-                down[col][i] = (own > 0.f ? at_z : 0.f) - prox * lr * total;
-                s.total[i][j] = total + down[col][i];
-            }
-#pragma unroll
-            for (int c = 0; c < C; c++) {
-                if (prox != 0.f) at_v[c] += prox * (v[c] - head_0[c * H + j]);
-                s.head[c][j] = v[c] - lr * at_v[c];
-            }
+        if (threadIdx.x < H) {
+            float down[NP] = {};
+            turn(s, threadIdx.x, lr, prox, head_0, down);
+            if (q < tau - 1) pull(s, threadIdx.x, lr, down);
         }
-        if (q < tau - 1) pull(s, down);
         __syncthreads();
     }
     for (int at = threadIdx.x; at < N * H; at += THREADS) moved[at] = -lr * s.total[at / H][at % H];

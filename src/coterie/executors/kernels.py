@@ -21,7 +21,8 @@ def fits(head: Head, plan: Plan, work: Work) -> bool:
     if work.kernel is None or plan.gradient or classes > CLASSES or not hasattr(torch.cuda, "_compile_kernel"):
         return False
     limit = torch.cuda.get_device_properties(work.z.device).shared_memory_per_block_optin
-    return _sizes(n, h, classes)["bytes"] <= limit
+    size = _sizes(n, h, classes)
+    return size["bytes"] <= limit and size["THREADS"] <= 1024
 
 
 def descend_on_chip(head: Head, plan: Plan, work: Work) -> Moved:
@@ -46,13 +47,11 @@ def descend_on_chip(head: Head, plan: Plan, work: Work) -> Moved:
 
 
 def _sizes(n: int, h: int, classes: int) -> dict[str, int]:
-    """Threads and columns per thread, and the bytes of `Shared` in descend.cu."""
-    cols = 2 if n <= 64 else 1
-    threads = _up(_up(h, cols) // cols, 32)
+    """What descend.cu is to be compiled with, and the bytes of its `Shared`."""
     parts = 4 if n <= 64 else 2
     wide, rows, outs = _up(h) + (4 if _up(h) // 4 % 2 == 0 else 0), _up(n), _up(classes)
-    floats = 2 * n * wide + classes * wide + n * rows + n * outs * (1 + parts) + outs + n
-    return {"COLS": cols, "THREADS": threads, "PARTS": parts, "bytes": 4 * floats}
+    floats = (2 * n + classes) * wide + n * rows + n * outs * (1 + parts) + outs + n
+    return {"N": n, "H": h, "C": classes, "THREADS": _up(h, 32), "PARTS": parts, "bytes": 4 * floats}
 
 
 def _up(n: int, by: int = 4) -> int:
@@ -63,8 +62,7 @@ def _up(n: int, by: int = 4) -> int:
 @functools.cache
 def _compiled(n: int, h: int, classes: int, device: torch.device) -> Any:
     size = _sizes(n, h, classes)
-    defined = {"N": n, "H": h, "C": classes, **{k: size[k] for k in ("COLS", "THREADS", "PARTS")}}
-    source = "".join(f"#define {k} {v}\n" for k, v in defined.items())
+    source = "".join(f"#define {name} {value}\n" for name, value in size.items() if name != "bytes")
     source += Path(__file__).with_name("descend.cu").read_text(encoding="utf-8")
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, "descend")
