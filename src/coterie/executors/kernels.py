@@ -22,7 +22,7 @@ def fits(head: Head, plan: Plan, work: Work) -> bool:
         return False
     limit = torch.cuda.get_device_properties(work.z.device).shared_memory_per_block_optin
     size = _sizes(n, h, classes)
-    return size["bytes"] <= limit and size["THREADS"] <= 1024
+    return size["bytes"] <= limit and size["THREADS"] <= 512  # or they get too few registers each
 
 
 def descend_on_chip(head: Head, plan: Plan, work: Work) -> Moved:
