@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import platform
-import subprocess
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from coterie.reproduce import contraction, success, table
+from coterie.reproduce.notebook import Notebook
 from coterie.settings import nearest_name
 from coterie.snapshot import write_text
 
@@ -32,7 +30,7 @@ def experiments() -> dict[str, dict[str, Any]]:
 
 
 def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device: str = "auto") -> dict[str, Any]:
-    """Run an experiment, and write NAME.json and NAME.png.
+    """Run an experiment, and write NAME.json and NAME.png; one that was broken off goes on where it was.
 
     Args:
         name: The experiment.
@@ -45,19 +43,20 @@ def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device
         raise ValueError(f"there is no experiment '{name}'{nearest_name(name, known)}")
     spec = {**known[name], **(known[name].get("quick", {}) if quick else {})}
     kind = KINDS[spec["kind"]]
-    begin = time.monotonic()
-    content = kind.run(spec, device)
     where = out or (Path("runs/quick") if quick else folder() / "results")
+    notebook = Notebook(where / f"{name}.part.json", {**spec, "device": _device(device)})
+    content = kind.run(spec, device, notebook)
     result = {
         "name": name + (" (quick)" if quick else ""),
         "title": spec["title"],
-        "commit": _commit(),
+        "commit": notebook.commits,
         "device": _device(device),
-        "seconds": time.monotonic() - begin,
+        "seconds": notebook.seconds,
         **content,
         "path": str(where / f"{name}.json"),
     }
     write_text(where / f"{name}.json", json.dumps({k: v for k, v in result.items() if k != "path"}, indent=1) + "\n")
+    notebook.close()
     draw(name, where)
     return result
 
@@ -68,14 +67,6 @@ def draw(name: str, where: Path) -> None:
         return
     result = json.loads((where / f"{name}.json").read_text(encoding="utf-8"))
     KINDS[experiments()[name]["kind"]].draw(result, where / f"{name}.png")
-
-
-def _commit() -> str:
-    """The commit of this checkout; COTERIE_COMMIT tells it where git does not."""
-    told = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return told.stdout.strip() or os.environ.get("COTERIE_COMMIT", "unknown")
 
 
 def _device(name: str) -> str:

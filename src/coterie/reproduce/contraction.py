@@ -18,15 +18,21 @@ from coterie.algorithms import IFCA
 from coterie.data.synthetic import linear_mixture, linear_truth
 from coterie.key import Key
 from coterie.models import Linear
+from coterie.reproduce.notebook import Notebook
 from coterie.reproduce.rounds import states
 from coterie.task import Task
 
 
-def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
+def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
     """The error of every round, for every (m, n') and seed."""
     rows, curves = [], {}
     for clients, fresh in spec["sizes"]:
-        errors = np.array([_errors(spec, clients, fresh, seed, device) for seed in range(spec["trials"])])  # (s, T+1)
+        errors = np.array(
+            notebook.entry(
+                f"{clients} clients, {fresh} fresh rows",
+                lambda m=clients, n=fresh: [_errors(spec, m, n, seed, device) for seed in range(spec["trials"])],
+            )
+        )  # (seeds, T+1)
         mean = errors.mean(0)
         floor = float(errors[:, -spec["floor_rounds"] :].mean())
         above = [t for t in range(len(mean) - 1) if mean[t + 1] > 3 * floor]  # rounds not yet near the floor

@@ -4,7 +4,8 @@ A grid of settings is a batch. Trials have rows x of their own; the settings of 
 and differ in y; and every setting is run from several starts with several step sizes. All of that is one product of x
 with a wide matrix of models, and one back. The tests hold it to `IFCA` itself, run by run.
 
-Throughout, t is the trials, s their settings, l step sizes, r starts, k clusters, m clients, n rows of each.
+Throughout, t is the trials, s their settings, l step sizes, r starts, u = s·l·r runs of a trial, k clusters, m clients,
+n rows of each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from coterie.executors.products import Factor
+
+SPAN = 20  # rounds, after which runs that have come to rest are sorted out
+STILL = 1e-6  # the part of its largest parameter by which no parameter of a run at rest moved in the last round
 
 
 class Mixtures(NamedTuple):
@@ -46,31 +50,60 @@ class Mixtures(NamedTuple):
         return Mixtures(Factor.of(x.flatten(1, 2)), y)
 
 
-class Found(NamedTuple):
-    """Where the runs ended."""
+class Runs(NamedTuple):
+    """Runs of IFCA on the trials: u of them on each."""
 
-    theta: Tensor  # (t, s, l, r, k, d)
-    labels: Tensor  # of the last round (t, s, l, r, m)
+    theta: Tensor  # (t, u, k, d)
+    setting: Tensor  # which of the settings each run is about (u,)
+    lr: Tensor  # the step size of each (u,)
+
+    @classmethod
+    def every(cls, starts: Tensor, lr: Tensor) -> Runs:
+        """Every start (t, s, r, k, d) with every step size (l,): runs in the order of s, l, r."""
+        t, s, r, k, d = starts.shape
+        each = starts[:, :, None].expand(t, s, len(lr), r, k, d)
+        setting = torch.arange(s, device=lr.device).repeat_interleave(len(lr) * r)
+        return cls(each.reshape(t, -1, k, d), setting, lr.repeat_interleave(r).repeat(s))
 
 
-def ifca(data: Mixtures, theta: Tensor, lr: Tensor, rounds: int, *, normalise: str) -> Found:
-    """Algorithm 1 with option I, from theta (t, s, r, k, d), for every step size in lr (l,)."""
-    (t, m, n, s), (r, k, d) = data.y.shape, theta.shape[2:]
-    theta = theta[:, :, None].repeat(1, 1, len(lr), 1, 1, 1)
-    y, cluster = data.y[..., None, None], torch.arange(k, device=theta.device)
-    label = torch.zeros((), device=theta.device)
-    for _ in range(rounds):
-        off = data.x.times(theta.reshape(t, -1, d).transpose(1, 2)).reshape(t, m, n, s, len(lr) * r, k)
-        off -= y
-        loss = torch.linalg.vector_norm(off, dim=2)  # it is least where the mean square is
-        label = loss.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(-1)  # line 6 (t, m, s, l·r)
-        chosen = label[..., None] == cluster
-        off.masked_fill_(~chosen[:, :, None], 0)
-        gradient = data.x.after(off.reshape(t, m * n, -1).transpose(1, 2)).reshape(theta.shape) * (2 / n)  # line 9
-        members = chosen.sum(1).reshape(*theta.shape[:-1], 1)
-        share = 1 / m if normalise == "all" else 1 / members.clamp(min=1)
-        theta = theta - lr[:, None, None, None] * share * gradient  # line 14
-    return Found(theta, label.permute(0, 2, 3, 1).reshape(*theta.shape[:4], m))
+def ifca(data: Mixtures, runs: Runs, rounds: int, *, normalise: str) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 with option I: the models (t, u, k, d) and the labels (t, u, m) after so many rounds.
+
+    A run that no longer moves, or has diverged, is left where it is; the others go on without it.
+    """
+    t, u, m = *runs.theta.shape[:2], data.y.shape[1]
+    theta, labels = runs.theta.clone(), torch.zeros(t, u, m, dtype=torch.long, device=runs.theta.device)
+    going = torch.ones(t, u, dtype=torch.bool, device=theta.device)
+    trial = torch.arange(t, device=theta.device)[:, None]
+    for begin in range(0, rounds, SPAN):
+        most = int(going.sum(1).max())
+        if not most:
+            break
+        at = going.byte().argsort(dim=1, descending=True, stable=True)[
+            :, :most
+        ]  # those that go on, and as many at rest
+        y = data.y.gather(3, runs.setting[at][:, None, None].expand(-1, *data.y.shape[1:3], -1))
+        now, lr = theta[trial, at], runs.lr[at][..., None, None]
+        before, label = now, labels[trial, at]
+        for _ in range(min(SPAN, rounds - begin)):
+            before, (now, label) = now, _round(data.x, y, now, lr, normalise)
+        theta[trial, at], labels[trial, at] = now, label
+        going[trial, at] &= (now - before).abs().amax((2, 3)) > STILL * now.abs().amax((2, 3))  # of NaN, it is not
+    return theta, labels
+
+
+def _round(x: Factor, y: Tensor, theta: Tensor, lr: Tensor, normalise: str) -> tuple[Tensor, Tensor]:
+    """One round of every run: x (t, m·n, d), y (t, m, n, u), theta (t, u, k, d)."""
+    (t, u, k, d), (m, n) = theta.shape, y.shape[1:3]
+    off = x.times(theta.reshape(t, u * k, d).transpose(1, 2)).reshape(t, m, n, u, k)
+    off -= y[..., None]
+    loss = torch.linalg.vector_norm(off, dim=2)  # it is least where the mean square is
+    label = loss.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(-1)  # line 6 (t, m, u)
+    chosen = label[..., None] == torch.arange(k, device=label.device)
+    off.masked_fill_(~chosen[:, :, None], 0)
+    gradient = x.after(off.reshape(t, m * n, u * k).transpose(1, 2)).reshape(theta.shape) * (2 / n)  # line 9
+    share = 1 / m if normalise == "all" else 1 / chosen.sum(1)[..., None].clamp(min=1)
+    return theta - lr * share * gradient, label.transpose(1, 2)  # line 14
 
 
 def farthest_first(data: Mixtures, start: Tensor, lr: float, steps: int, k: int) -> Tensor:

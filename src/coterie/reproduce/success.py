@@ -8,7 +8,6 @@ are kept success by the matched distance (each truth once) and the share of righ
 from __future__ import annotations
 
 import itertools
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,13 +25,12 @@ from coterie.executors import find_device
 from coterie.key import Key
 from coterie.metrics import matched_accuracy
 from coterie.models import Linear
-from coterie.reproduce.mixtures import Found, Mixtures, farthest_first, ifca
+from coterie.reproduce.mixtures import Mixtures, Runs, farthest_first, ifca
+from coterie.reproduce.notebook import Notebook
 from coterie.run import CLIENTS, START
 from coterie.task import Task
 
 WORK = {"cpu": 2**26, "cuda": 2**29}  # residuals that are in memory at a time
-
-log = logging.getLogger("coterie")
 
 
 class Setting(NamedTuple):
@@ -43,20 +41,22 @@ class Setting(NamedTuple):
     sigma: float
 
 
-def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
+def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
     """Every panel, size, setting and trial."""
     rows = []
     for panel in spec["panels"]:
         settings = [Setting(*s) for s in itertools.product(*(panel[n] for n in ("scaling", "scale", "sigma")))]
         for clients, n in itertools.product(panel["clients"], panel["rows"]):
-            trials = _trials(spec, panel, settings, clients, n, find_device(device))
+            trials = notebook.entry(
+                f"panel {panel['name']}, {clients} clients of {n} rows",
+                lambda p=panel, s=settings, m=clients, n=n: _trials(spec, p, s, m, n, find_device(device)),
+            )
             for at, setting in enumerate(settings):
                 rows.append({
                     "panel": panel["name"], "clients": clients, "rows": n, "groups": panel["groups"],
                     "scale": setting.scale, "sigma": setting.sigma, "scaling": setting.scaling, "trials": len(trials),
                     **{what: float(np.mean([t[at][what] for t in trials])) for what in trials[0][at]},
                 })  # fmt: skip
-            log.warning("panel %s: %d clients of %d rows done", panel["name"], clients, n)
     return {"seeds": list(range(spec["trials"])), "rows": rows}
 
 
@@ -73,10 +73,20 @@ def _trials(
         coming: list[Any] = []
         for now, then in itertools.pairwise([[], *batches, []]):
             drawn = [future.result() for future in coming]
-            coming = [pool.submit(linear_draws, clients * n, spec["features"], seed) for seed in then]
+            coming = [pool.submit(_draw, clients * n, spec["features"], seed, device) for seed in then]
             if now:
                 out += _batch(spec, panel, settings, now, drawn, (clients, n), device)
     return out
+
+
+def _draw(rows: int, features: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A trial's rows on the device, moved there beside what the device is computing."""
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(aside):
+        x, noise = (v.to(device) for v in linear_draws(rows, features, seed))
+    if aside is not None:
+        aside.synchronize()
+    return x, noise
 
 
 def _batch(
@@ -85,7 +95,7 @@ def _batch(
 ) -> list[list[dict[str, float]]]:  # fmt: skip
     """Some trials, every setting and start and step size of them in one computation."""
     d, k = spec["features"], panel["groups"]
-    x, noise = (torch.stack([pair[i].to(device) for pair in drawn]).unflatten(1, size) for i in (0, 1))
+    x, noise = (torch.stack([pair[i] for pair in drawn]).unflatten(1, size) for i in (0, 1))
     truth = torch.stack(
         [torch.stack([linear_truth(d, k, s.scale, seed, s.scaling) for s in settings]) for seed in seeds]
     ).to(device)
@@ -101,11 +111,12 @@ def _batch(
         ", farthest-first": farthest_first(lent, begin, spec["start_lr"], FarthestFirst().steps, k),
     }
     lr = torch.tensor(panel["lr"], device=device)
-    limit = 0.6 * sigma + panel["slack"]
+    limit = [0.6 * s.sigma + panel["slack"] for s in settings]
     told: list[list[dict[str, float]]] = [[{} for _ in settings] for _ in seeds]
     for name, theta in starts.items():
-        found = ifca(data, theta, lr, spec["rounds"], normalise=spec["normalise"])
-        _judge(found, truth, limit, name, told)
+        models, labels = ifca(data, Runs.every(theta, lr), spec["rounds"], normalise=spec["normalise"])
+        by_setting = (len(settings), -1)
+        _judge(models.unflatten(1, by_setting), labels.unflatten(1, by_setting), truth, limit, name, told)
     return told
 
 
@@ -121,20 +132,24 @@ def _random_starts(key: Key, k: int, d: int, restarts: int) -> Tensor:
     return torch.stack([(torch.rand(k, d, generator=key.fold(r).generator()) < 0.5).float() for r in range(restarts)])
 
 
-def _judge(found: Found, truth: Tensor, limit: Tensor, name: str, told: list[list[dict[str, float]]]) -> None:
-    """The best run of every trial and setting, by the code's distance."""
-    gap = torch.cdist(found.theta.double(), truth[:, :, None, None].double()).nan_to_num(nan=1e30, posinf=1e30)
-    distance = gap.amin(-1).mean(-1).flatten(2)  # (t, s, l·r)
-    best = distance.argmin(-1).tolist()
-    gap, labels = gap.flatten(2, 3).clamp(max=1e30).cpu().numpy(), found.labels.flatten(2, 3).cpu().numpy()
-    m, k = labels.shape[-1], gap.shape[-1]
+def _judge(
+    theta: Tensor, labels: Tensor, truth: Tensor, limit: list[float], name: str, told: list[list[dict[str, float]]]
+) -> None:
+    """The best run of every trial and setting, by the code's distance, of theta (t, s, l·r, k, d)."""
+    gap = torch.cdist(theta.double(), truth[:, :, None].double()).nan_to_num(nan=1e30, posinf=1e30)
+    distance = gap.amin(-1).mean(-1)
+    at = distance.argmin(-1, keepdim=True)
+    nearest = distance.gather(2, at)[..., 0].cpu().numpy()
+    gap = gap.take_along_dim(at[..., None, None], 2)[:, :, 0].cpu().numpy()
+    labels = labels.take_along_dim(at[..., None], 2)[:, :, 0].cpu()
+    m, k = labels.shape[2], gap.shape[2]
     groups = np.arange(m) // (m // k)
     for t, settings in enumerate(told):
         for s, row in enumerate(settings):
-            own, b = gap[t, s, best[t][s]], best[t][s]
-            row[f"success{name}"] = float(distance[t, s, b]) < float(limit[s])
-            row[f"matched{name}"] = float(own[linear_sum_assignment(own)].mean()) < float(limit[s])
-            row[f"labels{name}"] = matched_accuracy(labels[t, s, b], groups)
+            pairs = linear_sum_assignment(gap[t, s])
+            row[f"success{name}"] = float(nearest[t, s] < limit[s])
+            row[f"matched{name}"] = float(gap[t, s][pairs].mean() < limit[s])
+            row[f"labels{name}"] = matched_accuracy(labels[t, s].numpy(), groups)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

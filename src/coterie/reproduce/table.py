@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from pathlib import Path
@@ -10,27 +9,18 @@ from typing import Any
 
 from coterie import plots
 from coterie.config import build_algorithm, build_federation, build_task
+from coterie.reproduce.notebook import Notebook
 from coterie.run import fit
 
-log = logging.getLogger("coterie")
 
-
-def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
+def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
     """Fit every method on every data set with every seed."""
     runs = []
     for column in spec["columns"]:
         for seed in spec["seeds"]:
-            federation = build_federation({**column["data"], "seed": seed})
-            for row in spec["methods"]:
-                runs.append(
-                    {
-                        "column": column["name"],
-                        "method": row["name"],
-                        "seed": seed,
-                        **_one(spec, row, federation, seed, device),
-                    }
-                )
-                log.warning("%s", runs[-1])
+            runs += notebook.entry(
+                f"{column['name']}, seed {seed}", lambda c=column, s=seed: _every_method(spec, c, s, device)
+            )
     rows = []
     for c, column in enumerate(spec["columns"]):
         for row in spec["methods"]:
@@ -48,6 +38,14 @@ def run(spec: dict[str, Any], device: str) -> dict[str, Any]:
                 "s a run": statistics.mean(r["seconds"] for r in own),
             })  # fmt: skip
     return {"seeds": spec["seeds"], "rows": rows, "runs": runs}
+
+
+def _every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device: str) -> list[dict[str, Any]]:
+    federation = build_federation({**column["data"], "seed": seed})
+    return [
+        {"column": column["name"], "method": row["name"], "seed": seed, **_one(spec, row, federation, seed, device)}
+        for row in spec["methods"]
+    ]
 
 
 def _one(spec: dict[str, Any], row: dict[str, Any], federation: Any, seed: int, device: str) -> dict[str, Any]:

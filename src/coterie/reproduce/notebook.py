@@ -1,0 +1,72 @@
+"""The parts of an experiment that are done, kept while the others are not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie.snapshot import write_text
+
+log = logging.getLogger("coterie")
+
+
+class Notebook:
+    """Results by name in a JSON file, so that an experiment that was broken off goes on where it was.
+
+    Args:
+        path: The file. It is not there before the first entry, nor after `close`.
+        spec: What the entries depend on; a file made for another is not used.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "squares.part.json"
+        >>> Notebook(path, {}).entry("3", lambda: 3 * 3)
+        9
+        >>> Notebook(path, {}).entry("3", lambda: 1 / 0)
+        9
+    """
+
+    def __init__(self, path: Path, spec: dict[str, Any]) -> None:
+        self.path, self.spec = path, json.loads(json.dumps(spec))
+        self.entries: dict[str, dict[str, Any]] = {}
+        if path.exists() and (told := json.loads(path.read_text(encoding="utf-8")))["spec"] == self.spec:
+            self.entries = told["entries"]
+            log.warning("%s: %d parts are there already", path, len(self.entries))
+
+    def entry(self, name: str, make: Callable[[], Any]) -> Any:
+        """What is written under a name, made now if nothing is."""
+        if name not in self.entries:
+            begin = time.monotonic()
+            value = make()
+            self.entries[name] = {"value": value, "commit": commit(), "seconds": time.monotonic() - begin}
+            write_text(self.path, json.dumps({"spec": self.spec, "entries": self.entries}) + "\n")
+            log.warning("%s: %.1f s", name, self.entries[name]["seconds"])
+        return self.entries[name]["value"]
+
+    @property
+    def commits(self) -> str:
+        """The commits that the entries were made with."""
+        return ", ".join(dict.fromkeys(e["commit"] for e in self.entries.values())) or commit()
+
+    @property
+    def seconds(self) -> float:
+        """What the entries took."""
+        return sum(e["seconds"] for e in self.entries.values())
+
+    def close(self) -> None:
+        """Remove the file: the whole result is written."""
+        self.path.unlink(missing_ok=True)
+
+
+def commit() -> str:
+    """The commit of this checkout; COTERIE_COMMIT tells it where git does not."""
+    told = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return told.stdout.strip() or os.environ.get("COTERIE_COMMIT", "unknown")
