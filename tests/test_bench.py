@@ -66,7 +66,7 @@ def test_only_a_peer_that_knows_clusters_is_asked_for_them(monkeypatch):
 
 
 def test_the_floor_counts_the_operations_of_the_papers_workload():
-    assert 0.044e12 < gram_flops(480, 50, 784, 200, 10, 10, 4) < 0.046e12
+    assert 0.044e12 < gram_flops(480, 4) < 0.046e12
     assert product_rate(torch.device("cpu")) > 1e9
 
 

@@ -1,14 +1,18 @@
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
+import coterie as ct
 from coterie.client import ClientStep, Reply, minibatches
 from coterie.cohort import slot_sum
-from coterie.executors import EXECUTORS
+from coterie.executors import EXECUTORS, vectorised
 from coterie.executors.vectorised import Peak, buckets
 from coterie.federation import Federation
 from coterie.key import Key
+from coterie.tree import flat
 from coterie.uplink import Uplink
 
 CPU = torch.device("cpu")
@@ -111,3 +115,38 @@ def test_peak_counts_what_is_alive_at_once():
             big = torch.ones(1000)
             del big
     assert 4000 <= probe.peak < 8000
+
+
+class Asking(nn.Module):
+    """Asks for a value, which vmap forbids."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(x.flatten(1) if float(x.detach().sum()) < 1e9 else -x.flatten(1))
+
+
+def one_round(algorithm, task, federation, executor):
+    cohort = EXECUTORS[executor](federation, task, Key.of(0), CPU)
+    state, _ = algorithm.round(algorithm.start(task, cohort.at(0), Key.of(0)), cohort.at(0))
+    return algorithm.models(state), cohort.ledger.messages
+
+
+def test_a_model_that_vmap_cannot_batch_is_done_one_by_one_and_the_log_says_so(ragged):
+    task, algorithm = ct.Task.classifier(Asking()), ct.FedAvg(tau=2, batch=4)
+    (slow, _), (fast, messages) = (one_round(algorithm, task, ragged, e) for e in ("sequential", "vmap"))
+    assert torch.allclose(flat(slow), flat(fast), atol=1e-6)
+    assert any("one by one (vmap cannot batch this model" in m for m in messages)
+
+
+@pytest.mark.parametrize(("batched", "single"), [(1.0, 2.0), (100.0, 1.0)])
+def test_clients_are_done_one_by_one_where_that_is_faster(ragged, task, monkeypatch, batched, single):
+    times = itertools.cycle([1.0, batched, single])
+    monkeypatch.setattr(vectorised, "LONG", 0.0)
+    monkeypatch.setattr(vectorised.Vectorised, "_seconds", lambda *args: next(times))
+    algorithm = ct.FedAvg(batch=4)
+    (slow, _), (fast, messages) = (one_round(algorithm, task, ragged, e) for e in ("sequential", "vmap"))
+    assert torch.allclose(flat(slow), flat(fast), atol=1e-6)
+    assert any("one by one" in m for m in messages) == (single < batched)

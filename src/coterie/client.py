@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch._C._functorch import peek_interpreter_stack
+from torch.func import grad_and_value, vmap
 
 from coterie.key import Key
 from coterie.task import Data, Task
-from coterie.tree import Params, tree_map
+from coterie.tree import Params, leaves, tree_map
 
 
 class Local(NamedTuple):
@@ -111,8 +112,10 @@ def minibatches(n: int, size: int, steps: int, generator: torch.Generator) -> Te
 
 def local_update(
     task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None = None, prox: float = 0.0
-) -> Params:
+) -> tuple[Params, Tensor]:
     """LocalUpdate(θ, γ, τ) of IFCA's Algorithm 1 (lines 18-21): τ steps of (stochastic) gradient descent.
+
+    Returns the model it ends with, and the mean loss of the one it began with on the rows of the first step.
 
     Args:
         task: Gives the loss.
@@ -123,11 +126,37 @@ def local_update(
         batches: Row numbers of every step's minibatch (τ, size); None takes all rows each time.
         prox: FedProx's μ: adds μ/2 ‖θ - θ⁽⁰⁾‖² to the loss.
     """
-    start = theta
+    start, first = theta, torch.zeros(())
     for q in range(tau):
         batch = data if batches is None else pick(data, batches[q])
-        gradient = grad(lambda p, batch=batch: mean_loss(task, p, batch))(theta)
+        gradient, loss = _gradient(lambda p, batch=batch: mean_loss(task, p, batch), theta)
+        first = loss if q == 0 else first
         if prox:
             gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, theta, start)
-        theta = tree_map(lambda p, g: p - lr * g, theta, gradient)
-    return theta
+        theta = tree_map(lambda p, g: torch.addcmul(p, g, lr, value=-1), theta, gradient)  # p - lr · g
+    return theta, first
+
+
+def each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    """`vmap` over starts; a single one is done without it, for vmap slows large models down."""
+
+    def one(*args: Any) -> Any:
+        own = [a if d is None else tree_map(lambda x: x[0], a) for a, d in zip(args, in_dims, strict=True)]
+        return tree_map(lambda x: x[None], function(*own))
+
+    def every(*args: Any) -> Any:
+        batched = next(leaves(a)[0] for a, d in zip(args, in_dims, strict=True) if d is not None and leaves(a))
+        return (one if len(batched) == 1 else vmap(function, in_dims=in_dims))(*args)
+
+    return every
+
+
+def _gradient(function: Callable[[Params], Tensor], theta: Params) -> tuple[Params, Tensor]:
+    """The gradient of a function, and its value."""
+    if peek_interpreter_stack() is not None:  # inside vmap
+        return grad_and_value(function)(theta)
+    own = {n: p.detach().requires_grad_() for n, p in theta.items()}  # outside of it, this is faster
+    with torch.enable_grad():
+        value = function(own)
+        found = torch.autograd.grad(value, list(own.values()), materialize_grads=True)
+    return dict(zip(own, found, strict=True)), value.detach()

@@ -25,7 +25,8 @@ class Report(NamedTuple):
 
     Attributes:
         clients: Who took part, as positions in the federation.
-        loss: F_i of each of them at the model it was given, before its step.
+        loss: F_i of each of them at the model it was given, before its step; where clients neither choose nor train
+            on all their rows, on the first minibatch.
     """
 
     clients: Tensor
@@ -109,9 +110,8 @@ class LocalTraining:
         def run(shared: dict[str, Any], local: Local) -> Reply:
             theta, lr = shared["theta"], shared["lr"]
             batches = local.draws["batches"] if self.batch else None
-            end = local_update(task, theta, local.data, lr=lr, tau=self.tau, batches=batches, prox=prox)
-            note = {"loss": mean_loss(task, theta, local.data)}
-            return Reply(end, self.weight(local.data), torch.zeros((), dtype=torch.long), note)
+            end, loss = local_update(task, theta, local.data, lr=lr, tau=self.tau, batches=batches, prox=prox)
+            return Reply(end, self.weight(local.data), torch.zeros((), dtype=torch.long), {"loss": loss})
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             return {"batches": self.draw_batches(n, key, when)}

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad
 
 from coterie.algorithms.base import Algorithm, LocalTraining, Report, choosing, nearest
 from coterie.algorithms.starts import Start, find_start
-from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss, pick
+from coterie.client import ClientStep, Local, Plan, Reply, each_start, local_update, mean_loss, pick
 from coterie.cohort import Cohort, Sums
 from coterie.key import Key
 from coterie.settings import setting
@@ -128,7 +128,7 @@ class IFCA(LocalTraining, Algorithm):
             return j, loss, *self._train(task, take(whole, j), lr, local)
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            each = vmap(one_start, in_dims=(0, 0, None, None))
+            each = each_start(one_start, in_dims=(0, 0, None, None))
             j, loss, update, held = each(sent["theta"], sent["common"], sent["lr"], local)
             return self._reply(j, loss, update, held, local)
 
@@ -141,7 +141,8 @@ class IFCA(LocalTraining, Algorithm):
             return mean_loss(task, theta, self._rows(local, "choose")), *self._train(task, theta, lr, local)
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            loss, update, held = vmap(one_start, in_dims=(0, 0, None))(sent["theta"], sent["lr"], local)
+            each = each_start(one_start, in_dims=(0, 0, None))
+            loss, update, held = each(sent["theta"], sent["lr"], local)
             return self._reply(sent["label"], loss, update, held, local)
 
         return ClientStep(run, self._draw(), self._plan(choose=False))
@@ -206,7 +207,7 @@ class IFCA(LocalTraining, Algorithm):
             update = grad(lambda t: mean_loss(task, t, batch))(theta)  # line 9
         else:  # line 11: LocalUpdate(θ_ĵ, γ, τ)
             rows = rows if batches is None else local.data
-            update = local_update(task, theta, rows, lr=lr, tau=self.tau, batches=batches)
+            update, _ = local_update(task, theta, rows, lr=lr, tau=self.tau, batches=batches)
         held = mean_loss(task, theta, pick(local.data, local.draws["held"])) if self._holds_out else torch.zeros(())
         return update, held
 

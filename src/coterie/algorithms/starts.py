@@ -105,7 +105,7 @@ class FarthestFirst(Start):
         """Full-batch steps from the common start."""
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            end = local_update(task, sent["theta"], local.data, lr=sent["lr"], tau=self.steps)
+            end, _ = local_update(task, sent["theta"], local.data, lr=sent["lr"], tau=self.steps)
             return Reply(end, local.data.mask.sum(), torch.zeros((), dtype=torch.long), {})
 
         return ClientStep(run)
@@ -147,7 +147,7 @@ class RandomGroups(Start):
         """Full-batch steps from the group's model."""
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            end = local_update(task, sent["theta"], local.data, lr=sent["lr"], tau=self.steps)
+            end, _ = local_update(task, sent["theta"], local.data, lr=sent["lr"], tau=self.steps)
             return Reply(end, torch.ones(()), sent["group"], {})
 
         return ClientStep(run)

@@ -12,18 +12,35 @@ from torch.nn.functional import cross_entropy
 from coterie.tree import Params
 
 
-def loop_round(module: nn.Module, models: Params, clients: Sequence[tuple[Tensor, ...]], lr: float, tau: int) -> Params:
-    """Choose, train and average, with no batching over clients; returns the new models (k, …)."""
+def loop_round(
+    module: nn.Module,
+    models: Params,
+    clients: Sequence[tuple[Tensor, ...]],
+    lr: float,
+    tau: int,
+    batches: Sequence[Tensor] | None = None,
+) -> Params:
+    """Choose, train and average, with no batching over clients; returns the new models (k, …).
+
+    Args:
+        module: The model.
+        models: The clusters' parameters (k, …).
+        clients: Every client's x and y.
+        lr: Step size.
+        tau: Local steps.
+        batches: The rows of each of them (τ, size), by client; None takes all rows each time.
+    """
     k = len(next(iter(models.values())))
     centres = [_load(module, {n: x[j] for n, x in models.items()}) for j in range(k)]
     trained: list[list[nn.Module]] = [[] for _ in range(k)]
-    for x, y in clients:
+    for i, (x, y) in enumerate(clients):
         with torch.no_grad():
             losses = [float(loss(c, x, y)) for c in centres] if k > 1 else [0.0]
         j = losses.index(min(losses))
         own = copy.deepcopy(centres[j])
-        for _ in range(tau):
-            gradients = torch.autograd.grad(loss(own, x, y), list(own.parameters()))
+        for q in range(tau):
+            rows = slice(None) if batches is None else batches[i][q]
+            gradients = torch.autograd.grad(loss(own, x[rows], y[rows]), list(own.parameters()))
             with torch.no_grad():
                 for p, g in zip(own.parameters(), gradients, strict=True):
                     p -= lr * g

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from coterie.algorithms import IFCA, FedAvg
 from coterie.algorithms.base import Algorithm
-from coterie.bench.loop import loop_round
+from coterie.bench.loop import loop_round, loss
 from coterie.bench.peers import PEERS, Job, PeerFailed, Timing, installed, time_peer
 from coterie.executors import EXECUTORS, find_device
 from coterie.federation import Federation
 from coterie.key import Key
-from coterie.models import MLP, Linear
+from coterie.models import CNN, MLP, Linear
 from coterie.task import Task
 from coterie.tree import Params, flat
 
@@ -40,6 +42,7 @@ class Workload:
     tau: int
     lr: float
     flops: float
+    batch: int | None = None
 
     @property
     def task(self) -> Task:
@@ -50,7 +53,7 @@ class Workload:
     @property
     def algorithm(self) -> Algorithm:
         """IFCA from a random start, or FedAvg for a single model."""
-        plain = {"lr": self.lr, "tau": self.tau}
+        plain = {"lr": self.lr, "tau": self.tau, "batch": self.batch}
         return IFCA(self.k, init="random", **plain) if self.k > 1 else FedAvg(**plain)
 
 
@@ -88,37 +91,43 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
 
 
 def workloads(quick: bool) -> list[Workload]:
-    """The IFCA paper's MLP with four clusters and with one, and a small linear model."""
+    """The IFCA paper's MLP with four clusters and with one, a small linear model, and two convolutional networks."""
     m = 48 if quick else 480
     images = grouped(m, 50, 784, 10, groups=4)
     points = linear(100 if quick else 500, 20, 20)
-    mlp, ols = MLP(784, 200, 10), Linear(20, 1)
+    mlp = MLP(784, 200, 10)
+    small, leaf = CNN((1, 28, 28), 10, (8, 16), 5, 32), CNN((1, 28, 28), 10)
+    few = grouped(8 if quick else 48, 50, 784, 10, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
+    line = len(points) * (4.0 * 20 * 20 + 2.0 * 20 * 20)  # residuals, gradient, and all steps in one product
     return [
+        Workload(f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 4)),
+        Workload(f"FedAvg, {m} × 50, 784-200-10, τ=10", mlp, images, 1, 10, 0.1, gram_flops(m, 1)),
+        Workload(f"FedAvg, {len(points)} × 20, linear, d=20, τ=10", Linear(20, 1), points, 1, 10, 0.02, line),
         Workload(
-            f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 50, 784, 200, 10, 10, 4)
+            f"FedAvg, {len(few)} × 50, small CNN, batch 10, τ=5", small, few, 1, 5, 0.1, sgd_flops(small, few, 5), 10
         ),
         Workload(
-            f"FedAvg, {m} × 50, 784-200-10, τ=10", mlp, images, 1, 10, 0.1, gram_flops(m, 50, 784, 200, 10, 10, 1)
-        ),
-        Workload(
-            f"FedAvg, {len(points)} × 20, linear, d=20, τ=10",
-            ols,
-            points,
-            1,
-            10,
-            0.02,
-            len(points) * 10 * 4.0 * 20 * 20,
+            f"FedAvg, {len(few)} × 50, LEAF's CNN, batch 10, τ=5", leaf, few, 1, 5, 0.1, sgd_flops(leaf, few, 5), 10
         ),
     ]
 
 
-def gram_flops(m: int, n: int, d: int, h: int, classes: int, tau: int, k: int) -> float:
+def gram_flops(m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes: int = 10, tau: int = 10) -> float:
     """Operations of the cheapest exact form known: see `executors.fused`; the Gram matrices are made once per run."""
     choose = 2.0 * m * n * d * h * k
     steps = (tau - 1) * 2.0 * m * n * n * h
     tail = tau * 6.0 * m * n * h * classes
     total = 2.0 * m * n * h * d
     return choose + steps + tail + total
+
+
+def sgd_flops(module: torch.nn.Module, federation: Federation, tau: int, batch: int = 10) -> float:
+    """Operations of τ steps on minibatches, as torch counts them for one."""
+    x, y = federation.train.client(0)
+    with FlopCounterMode(display=False) as counter:
+        loss(module, x[:batch], y[:batch]).backward()
+    module.zero_grad()
+    return float(counter.get_total_flops()) * tau * len(federation)
 
 
 def grouped(m: int, n: int, d: int, classes: int, groups: int) -> Federation:
@@ -152,9 +161,9 @@ def _executor(work: Workload, name: str, device: torch.device) -> tuple[float, P
     cohort = EXECUTORS[name](work.federation, work.task, Key.of(0), device)
     start = work.algorithm.start(work.task, cohort.at(0), Key.of(0))
     state, times = start, []
-    for t in range(1 + (1 if name == "sequential" else ROUNDS)):
+    for _ in range(1 + (1 if name == "sequential" else ROUNDS)):
         begin = time.perf_counter()
-        state, _ = work.algorithm.round(start, cohort.at(t))
+        state, _ = work.algorithm.round(start, cohort.at(0))
         _wait(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:]), work.algorithm.models(state)
@@ -163,11 +172,20 @@ def _executor(work: Workload, name: str, device: torch.device) -> tuple[float, P
 def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
     start = _start(work, device)
     clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
+    batches = None if work.batch is None else _batches(work, device)
     found: list[Params] = []
     seconds = [
-        _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau)), device) for _ in "12"
+        _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
+        for _ in "12"
     ]
     return min(seconds), found[-1]
+
+
+def _batches(work: Workload, device: torch.device) -> list[Tensor]:
+    """The rows that the executors draw for every client's steps."""
+    cohort = EXECUTORS["sequential"](work.federation, work.task, Key.of(0), device).at(0)
+    step = FedAvg(tau=work.tau, batch=work.batch).step(work.task)
+    return [cohort._draws(step, i, n)["batches"].to(device) for i, n in enumerate(cohort.sizes.tolist())]
 
 
 def _peers(work: Workload, names: list[str]) -> dict[str, Timing]:
@@ -175,7 +193,7 @@ def _peers(work: Workload, names: list[str]) -> dict[str, Timing]:
     job = Job(work.federation.train, _start(work, torch.device("cpu")), work.task.spec["model"], work.lr, work.tau)
     found = {}
     for name in names:
-        if work.k > 1 and not PEERS[name].clusters:
+        if work.batch or (work.k > 1 and not PEERS[name].clusters):  # their minibatches would be others
             continue
         try:
             found[name] = time_peer(name, job)

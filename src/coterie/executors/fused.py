@@ -57,8 +57,8 @@ class Fused(Vectorised):
             yield from super()._sums(step, name, shared, slots, rows)
             return
         sent = Sent.of(shared, step.plan, rows)
-        for at in self._chunks(f"fused {name}", lambda at: self._train(split, sent, at), CACHED):
-            trained = self._train(split, sent, at)
+        for at, train in self._chunks(f"fused {name}", lambda at: self._train(split, sent, at), CACHED):
+            trained = train(at)
             weight = self._weight(step.plan, at, trained.label)
             note = sent.note(trained)
             bytes_up = weight.numel() * (nbytes(sent.models) // slots + 12) + nbytes(note)  # 12: a weight and a slot
@@ -70,13 +70,16 @@ class Fused(Vectorised):
             yield from super()._replies(step, name, shared, rows)
             return
         sent = Sent.of(shared, step.plan, rows)
-        for at in self._chunks(
-            f"fused {name}", lambda at: self._train(split, sent, at).models(split, sent.models), CACHED
-        ):
+
+        def train(at: Tensor) -> tuple[Trained, Params]:
             trained = self._train(split, sent, at)
+            return trained, trained.models(split, sent.models)
+
+        for at, work in self._chunks(f"fused {name}", train, CACHED):
+            trained, models = work(at)
             slot = torch.zeros(len(at), dtype=torch.long, device=self.device)
             weight = self._weight(step.plan, at, trained.label)[:, 0]
-            update = tree_map(lambda p: p[:, 0], trained.models(split, sent.models))
+            update = tree_map(lambda p: p[:, 0], models)
             yield at, Reply(update, weight, slot, sent.note(trained))
 
     def _train(self, split: FirstLinear, sent: Sent, at: Tensor) -> Trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,12 +22,17 @@ SHARE = 0.4  # of the free memory, for one chunk
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU: larger chunks leave the cache and run slower
 
 
+LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
+
+Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
+
+
 class Vectorised(Cohort):
     """Chunks of clients, each a single batched computation; sums are added chunk by chunk.
 
     Clients are sorted by size, so that a small client is never padded to the length of a large one. How many go into
-    a chunk follows from the free memory and from what one client was seen to need. Steps with a plan that
-    `executors.fused` knows are done its way. Every such choice is in the log.
+    a chunk follows from the free memory and from what one client was seen to need. Models that vmap cannot batch, or
+    only slows down, are done client by client. Every such choice is in the log.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,20 +43,30 @@ class Vectorised(Cohort):
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         run = vmap(lambda sent, local: self.uplink(step.run(sent, local)), in_dims=(None if rows is None else 0, 0))
 
-        def replies(at: Tensor) -> Reply:
+        def together(at: Tensor) -> Reply:
             sent = shared if rows is None else take(shared, rows[at])
             with self._arithmetic():
                 return run(sent, self._local(step, at))
 
-        for at in self._chunks(name, replies, CACHED):
-            reply = replies(at)
+        def alone(at: Tensor) -> Reply:
+            sent = shared if rows is None else take(shared, rows[at][0])
+            local = tree_map(lambda x: x[0], self._local(step, at))
+            with self._arithmetic():
+                return tree_map(lambda x: x[None], self.uplink(step.run(sent, local)))
+
+        for at, work in self._chunks(name, together, CACHED, alone):
+            reply = work(at)
             self._remember(at, reply.memory)
             yield at, reply
 
-    def _chunks(self, name: str, work: Callable[[Tensor], Any], cached: int) -> Iterator[Tensor]:
-        """Positions of clients that go together, all buckets of them."""
+    def _chunks(
+        self, name: str, together: Work, cached: int, alone: Work | None = None
+    ) -> Iterator[tuple[Tensor, Work]]:
+        """Positions of clients that go together, all buckets of them, and how they are to be done."""
         for bucket in self._buckets():
-            yield from bucket.split(self._chunk(name, bucket, work, cached))
+            size = self._chunk(name, bucket, together, cached, alone)
+            for at in bucket.split(size or 1):
+                yield at, alone if size == 0 and alone is not None else together
 
     def _buckets(self) -> list[Tensor]:
         """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
@@ -80,29 +96,53 @@ class Vectorised(Cohort):
             for position, i in enumerate(self.clients[at].tolist()):
                 self.ledger.memory[i] = take(memory, position)
 
-    def _chunk(self, name: str, bucket: Tensor, work: Callable[[Tensor], Any], cached: int) -> int:
-        """Clients per chunk for this step and client size: what fits, and on a CPU no more than its cache likes."""
-        rows = int(self.sizes[bucket].max())
-        label = f"{name} on {rows} {self.part} rows"
+    def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None) -> int:
+        """Clients per chunk for this step and client size; 0 to do them one by one."""
+        label = f"{name} on {int(self.sizes[bucket].max())} {self.part} rows"
         if label not in self.ledger.chunks:
-            work(bucket[:2])  # once before, so that what is made once and kept is not counted
-            with Peak() as probe:  # two clients, so that every batched operation is really batched
-                work(bucket[:2])
-            each = max(1, probe.peak // len(bucket[:2]))
-            free = free_memory(self.device)
-            room = free * SHARE if self.device.type != "cpu" else min(free * SHARE, cached)
-            size = max(1, min(int(room // each), self._store.most(self.part, rows)))
-            if each > free:
-                raise ValueError(
-                    f"{label}: one client needs about {each / 2**20:,.0f} MiB, but {self.device} has only "
-                    f"{free / 2**20:,.0f} MiB free"
-                )
+            size, why = self._measured(label, bucket, together, cached, alone)
             self.ledger.chunks[label] = size
-            self.ledger.messages.append(
-                f"vectorised: {label}: {len(bucket)} clients in chunks of {min(size, len(bucket))} "
-                f"({each / 2**20:.2f} MiB a client, {free / 2**30:.1f} GiB free on {self.device})"
-            )
+            way = f"in chunks of {min(size, len(bucket))}" if size else "one by one"
+            self.ledger.messages.append(f"vectorised: {label}: {len(bucket)} clients {way} ({why})")
         return self.ledger.chunks[label]
+
+    def _measured(self, label: str, bucket: Tensor, together: Work, cached: int, alone: Work | None) -> tuple[int, str]:
+        """What fits in memory, and on a CPU no more than its cache likes; or 0, where one by one is faster; and why."""
+        try:  # once before, so that what is made once and kept is not counted
+            together(bucket[:2])
+        except RuntimeError as error:
+            if alone is None:
+                raise
+            alone(bucket[:1])  # if that fails too, it is the model's own fault
+            return 0, f"vmap cannot batch this model: {str(error).splitlines()[0]}"
+        with Peak() as probe:  # two clients, so that every batched operation is really batched
+            together(bucket[:2])
+        each = max(1, probe.peak // len(bucket[:2]))
+        free = free_memory(self.device)
+        room = free * SHARE if self.device.type != "cpu" else min(free * SHARE, cached)
+        if each > free:
+            raise ValueError(
+                f"{label}: one client needs about {each / 2**20:,.0f} MiB, but {self.device} has only "
+                f"{free / 2**20:,.0f} MiB free"
+            )
+        size = max(1, min(int(room // each), self._store.most(self.part, int(self.sizes[bucket].max()))))
+        why = f"{each / 2**20:.2f} MiB a client, {free / 2**30:.1f} GiB free on {self.device}"
+        if alone is not None and size == 1:
+            return 0, why
+        if alone is not None and self._seconds(together, bucket[:2]) / 2 * len(bucket) > LONG:
+            batched = self._seconds(together, bucket[:size]) / len(bucket[:size])
+            single = self._seconds(alone, bucket[:1])
+            if single < batched:
+                return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(bucket[:size])}"
+        return size, why
+
+    def _seconds(self, work: Work, at: Tensor) -> float:
+        """The shorter of two tries."""
+        return min(timeit.repeat(lambda: (work(at), self._wait()), number=1, repeat=2))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def buckets(sizes: Tensor, known: Tensor) -> list[Tensor]:
