@@ -1,16 +1,21 @@
 """The fused executor: exact wherever it is taken, and taken only where it is exact."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 import coterie as ct
+from coterie.client import Plan
 from coterie.executors import EXECUTORS
-from coterie.executors.descent import descend
+from coterie.executors.descent import Work, descend
 from coterie.executors.graphs import Recording, Replayed
+from coterie.executors.kernels import descend_on_chip, fits
 from coterie.key import Key
-from coterie.tree import flat, leaves
+from coterie.split import FirstLinear, Head
+from coterie.tree import flat, leaves, tree_map
 
 CPU = torch.device("cpu")
 
@@ -152,3 +157,44 @@ def test_minibatches_and_held_out_rows_have_no_plan():
     assert ct.IFCA(2).step(task).plan is not None
     for algorithm in (ct.IFCA(2, batch=4), ct.IFCA(2, restarts=2), ct.IFCA(2, resample=2), ct.FedAvg(batch=3)):
         assert algorithm.step(task).plan is None
+
+
+def test_what_does_not_fit_is_made_anew_and_the_log_says_so(monkeypatch):
+    task, algorithm = ct.Task.regressor(ct.models.Linear(20, 1)), ct.FedAvg(lr=0.02)
+    federation = ct.data.linear_mixture(12, 8, 20, 2)
+    plain = after("vectorised", algorithm, task, federation, 3)
+    monkeypatch.setattr("coterie.executors.store.free_memory", lambda device: 16)
+    tight = after("vectorised", algorithm, task, federation, 3)
+    assert torch.equal(flat(plain[0]), flat(tight[0]))
+    assert sum("(gram) is at its limit" in m for m in tight[3].messages) == 1
+
+
+@pytest.mark.parametrize(("rows", "features"), [(8, 20), (40, 5)], ids=["dual", "primal"])
+@pytest.mark.parametrize("algorithm", [ct.FedAvg(lr=0.02, tau=13, prox=0.3), ct.IFCA(2, lr=0.02, tau=1)])
+def test_all_steps_at_once_are_the_steps_one_by_one(rows, features, algorithm):
+    """From the second round on with the same step size, the closed form is taken; with another each time, never."""
+    federation = ct.data.linear_mixture(12, rows, features, 2)
+    task = ct.Task.regressor(ct.models.Linear(features, 1))
+    closed, open_ = (
+        after("vectorised", dataclasses.replace(algorithm, decay=decay), task, federation, 6)
+        for decay in (1.0, 1 - 1e-9)
+    )
+    slow = after("sequential", algorithm, task, federation, 6)
+    assert torch.allclose(flat(closed[0]), flat(slow[0]), atol=1e-5) and torch.equal(closed[1], slow[1])
+    assert torch.allclose(flat(open_[0]), flat(slow[0]), atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("rows", "prox"), [(20, 0.0), (50, 0.2), (100, 0.0)])
+def test_the_kernel_does_what_descend_does(rows, prox):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, rows, 300, generator=g)
+    rest = {"w": torch.randn(6, 2, 7, 90, generator=g), "b": torch.randn(6, 2, 7, generator=g)}
+    y, shares = torch.randint(7, (6, rows), generator=g), torch.full((6, rows), 1 / rows)
+    work = Work(x, y, shares, torch.randn(6, 2, rows, 90, generator=g), x @ x.mT / 30, rest, torch.tensor(0.1))
+    work, head, plan = tree_map(lambda v: v.cuda(), work), Head("w", "b"), Plan(5, prox)
+    assert fits(head, plan, work)
+    fast = descend_on_chip(head, plan, work)
+    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, False), plan, work)
+    for a, b in zip(leaves(fast), leaves(slow), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

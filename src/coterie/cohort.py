@@ -140,7 +140,7 @@ class Cohort(ABC):
         shared, down = self._sent(shared, rows)
         for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
             self._charge(down * len(at), up)
-            update = part.update if update is None else tree_map(torch.add, update, part.update)
+            update = part.update if update is None else tree_map(Tensor.add_, update, part.update)
             weight = weight + part.weight
             note = _put(note, part.note, at, len(self))
         return Sums(update, weight, note or {})
@@ -218,7 +218,7 @@ def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[
         return torch.zeros(slots, *x.shape[1:], dtype=x.dtype, device=x.device).index_add_(0, slot, each)
 
     sums = tree_map(total, rows)
-    finite = [torch.isfinite(x).all() for x in leaves(sums)]
+    finite = [torch.isfinite(x).all() for x in leaves(sums)] if slots > 1 else []
     if finite and not bool(torch.stack(finite).all()):  # 0 · ∞ has carried one slot's infinity into the others
         sums = tree_map(apart, rows)
     return sums, share.sum(0)

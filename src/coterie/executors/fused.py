@@ -37,6 +37,7 @@ from coterie.tree import Params, nbytes, take, tree_map
 
 CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
 FEW = 64  # up to so many models, clients with the same one share a product
+LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
 RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
 
 
@@ -91,7 +92,7 @@ class Fused(Vectorised):
                 z, label = choose(split, sent, data, self._factor(data.x, self.clients[at]))
             else:
                 label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
-                z = first_product(split, sent.models, data.x, label)
+                z = first_product(split, sent.models, data.x, label, self._factor(data.x, self.clients[at]))
         rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
         kernel = self._kernel(split, data.x, self.clients[at])
         work = Work(data.x, data.y, row_shares(data), z.float(), kernel, rest, sent.lr)
@@ -118,7 +119,7 @@ class Fused(Vectorised):
         if split.head and self.device.type == "cuda" and fits(split.head, plan, work):
             return descend_on_chip(split.head, plan, work)
         if not split.squared or plan.gradient or not self._recurs:
-            return self._replayed(split, plan, work)
+            return (self._replayed if work.z.numel() < LARGE else descend)(split, plan, work)
         chunk, rate = clients.numpy().tobytes(), float(work.lr)
         if self._rates.get(chunk) != rate:  # it may be another in the next round
             self._rates[chunk] = rate
@@ -149,8 +150,9 @@ class Fused(Vectorised):
             self._known[name] = split = self.task.split(self.federation.train.x[:2])
             n, d = int(self.federation.train.sizes.max()), self.federation.train.x[0].numel()
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
-            told = f"fused ({form})" if split else "not fused: the model's first layer is not a linear map of the rows"
-            self.ledger.messages.append(f"vectorised: {name}: {told}")
+            closed = ", all steps at once while the step size stays" if split and split.squared else ""
+            told = "not fused: the model's first layer is not a linear map of the rows"
+            self.ledger.messages.append(f"vectorised: {name}: {f'fused ({form}{closed})' if split else told}")
         return self._known[name]
 
 
@@ -255,13 +257,13 @@ def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Te
     return z.unflatten(0, (c, n))[torch.arange(c, device=z.device)[:, None], :, label], label
 
 
-def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor) -> Tensor:
+def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor, rows: Factor) -> Tensor:
     """z⁰ of the model that each client and start was sent (c, r, n, h)."""
     weight = models[split.weight]
     if len(weight) > FEW:  # a model each: one small product per client
         z = x[:, None] @ take(weight, label).transpose(-1, -2)
     elif len(weight) == 1:
-        z = (x @ weight[0].T)[:, None].repeat(1, label.shape[1], 1, 1)
+        z = rows.times(weight[0].T).unflatten(0, x.shape[:2])[:, None].repeat(1, label.shape[1], 1, 1)
     else:
         z = x.new_empty(*label.shape, x.shape[1], weight.shape[1])
         for s, at, r in _members(label):

@@ -19,7 +19,7 @@ class Sequential(Cohort):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._store = Store(self.federation, self.device)
+        self._store = Store(self.federation, self.device, self.ledger.messages)
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         memory = self.ledger.memory

@@ -56,9 +56,10 @@ class Store:
     federation that is mapped from files, no more than a chunk is in memory at any time.
     """
 
-    def __init__(self, federation: Federation, device: torch.device) -> None:
+    def __init__(self, federation: Federation, device: torch.device, messages: list[str]) -> None:
         self.federation = federation
         self.device = device
+        self._messages = messages  # for the log
         self._packed: dict[str, Packed] = {}
         self._kept: dict[tuple[str, bytes], Any] = {}
         self._lent: tuple[Packed, slice] | None = None
@@ -107,10 +108,20 @@ class Store:
         if key not in self._kept:
             made = make()
             keep = keep and self.keeps and len(clients) > 2
-            if not keep or nbytes(list(self._kept.values())) + nbytes(made) > free_memory(self.device) / 4:
+            if not keep or not self._has_room(name, nbytes(made)):
                 return made
             self._kept[key] = made
         return self._kept[key]
+
+    def _has_room(self, name: str, needed: int) -> bool:
+        """Whether so many bytes more may be kept; if not, the log says so, once for each kind of thing."""
+        kept, free = nbytes(list(self._kept.values())), free_memory(self.device)
+        if kept + needed <= free / 4:
+            return True
+        told = f"vectorised: what is kept from round to round ({name}) is at its limit"
+        if not any(m.startswith(told) for m in self._messages):
+            self._messages.append(f"{told}, a quarter of {free / 2**20:,.0f} MiB free; the rest is made anew each time")
+        return False
 
     def _resident(self, part: str) -> Packed:
         if part not in self._packed:

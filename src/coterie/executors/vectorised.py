@@ -37,7 +37,7 @@ class Vectorised(Cohort):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._store = Store(self.federation, self.device)
+        self._store = Store(self.federation, self.device, self.ledger.messages)
         self._cuts: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
