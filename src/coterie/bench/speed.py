@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from coterie.executors import EXECUTORS, find_device
 from coterie.federation import Federation
 from coterie.key import Key
 from coterie.models import CNN, MLP, Linear
+from coterie.precision import Precision
 from coterie.task import Task
 from coterie.tree import Params, flat
 
@@ -66,11 +67,13 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
     peers = installed() if where.type == "cpu" else []
     rate = product_rate(where)
     rows = []
-    for work in workloads(quick):
+    for work in workloads(quick, where):
         floor = work.flops / rate
         ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
         for name in (n for n in EXECUTORS if n != "sharded"):  # which in one process is the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
+        for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
+            ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
         found = {name: (*way(), peak_mib(where)) for name, way in ways.items() if _reset_peak(where)}
         found |= _peers(work, peers)
         reference = flat(found["sequential"][1])
@@ -90,9 +93,12 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
     return rows
 
 
-def workloads(quick: bool) -> list[Workload]:
-    """The IFCA paper's MLP with four clusters and with one, a small linear model, and two convolutional networks."""
-    m = 48 if quick else 480
+def workloads(quick: bool, device: torch.device) -> list[Workload]:
+    """The IFCA paper's MLP with four clusters and with one, a small linear model, and two convolutional networks.
+
+    On a GPU there are as many clients as in the paper.
+    """
+    m = 48 if quick else 480 if device.type == "cpu" else 4800
     images = grouped(m, 50, 784, 10, groups=4)
     points = linear(100 if quick else 500, 20, 20)
     mlp = MLP(784, 200, 10)
@@ -156,17 +162,19 @@ def product_rate(device: torch.device) -> float:
     return 2 * side**3 / min(_timed(lambda: a @ a, device) for _ in range(6))
 
 
-def _executor(work: Workload, name: str, device: torch.device) -> tuple[float, Params]:
+def _executor(
+    work: Workload, name: str, device: torch.device, precision: Precision = "float32"
+) -> tuple[float, Params]:
     """Seconds per round, and the models after the first."""
-    cohort = EXECUTORS[name](work.federation, work.task, Key.of(0), device)
+    cohort = EXECUTORS[name](work.federation, work.task, Key.of(0), device, precision=precision)
     start = work.algorithm.start(work.task, cohort.at(0), Key.of(0))
     state, times = start, []
-    for _ in range(1 + (1 if name == "sequential" else ROUNDS)):
+    for _ in range(1 + (ROUNDS if name != "sequential" else device.type == "cpu")):
         begin = time.perf_counter()
         state, _ = work.algorithm.round(start, cohort.at(0))
         _wait(device)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:]), work.algorithm.models(state)
+    return statistics.median(times[1:] or times), work.algorithm.models(state)
 
 
 def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
@@ -176,7 +184,7 @@ def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
     found: list[Params] = []
     seconds = [
         _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
-        for _ in "12"
+        for _ in range(2 if device.type == "cpu" else 1)  # a GPU takes most of a minute for it
     ]
     return min(seconds), found[-1]
 

@@ -99,7 +99,7 @@ def _interrupts_held() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         if pressed:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt from None  # that another rank was stopped a moment earlier is no news then
 
 
 def tell(*numbers: int) -> list[tuple[int, ...]]:
