@@ -165,8 +165,8 @@ def test_what_does_not_fit_is_made_anew_and_the_log_says_so(monkeypatch):
     plain = after("vectorised", algorithm, task, federation, 3)
     monkeypatch.setattr("coterie.executors.store.free_memory", lambda device: 16)
     tight = after("vectorised", algorithm, task, federation, 3)
-    assert torch.equal(flat(plain[0]), flat(tight[0]))
-    assert sum("(gram) is at its limit" in m for m in tight[3].messages) == 1
+    assert torch.allclose(flat(plain[0]), flat(tight[0]), atol=1e-6)
+    assert sum("no more Gram matrices are kept" in m for m in tight[3].messages) == 1
 
 
 @pytest.mark.parametrize(("rows", "features"), [(8, 20), (40, 5)], ids=["dual", "primal"])
@@ -198,3 +198,61 @@ def test_the_kernel_does_what_descend_does(rows, prox):
     slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, False), plan, work)
     for a, b in zip(leaves(fast), leaves(slow), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+class Clamped(nn.Module):
+    """Changes rows before its first layer sees them, but not all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.a(x.flatten(1).clamp(0, 100))
+
+
+class Encoder(nn.Module):
+    """Uses the weights of its first layer again, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return (self.a(x.flatten(1)).tanh() @ self.a.weight)[:, :10]
+
+
+class Spare(nn.Module):
+    """Has a layer that it never uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(64, 8), nn.Linear(3, 3), nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.b(self.a(x.flatten(1)).tanh())
+
+
+@pytest.mark.parametrize("module", [Clamped(), Encoder(), Spare()])
+def test_odd_models_give_what_the_reference_gives(module):
+    task, federation = ct.Task.classifier(module), ct.data.digits(3)
+    assert (task.split(torch.rand(2, 1, 8, 8)) is None) == (not isinstance(module, Spare))
+    fast, slow = (after(e, ct.FedAvg(tau=3), task, federation, 2) for e in ("vectorised", "sequential"))
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5)
+
+
+def test_one_clients_values_do_not_reach_another_through_padding():
+    clients = [(torch.ones(n, 3) * (1e20 if n == 8 else 1.0), torch.ones(n)) for n in (7, 7, 8)]
+    task = ct.Task.regressor(ct.models.Linear(3, 1))
+    for executor in ("vmap", "vectorised"):
+        loss = after(executor, ct.FedAvg(lr=1e-30, tau=1), task, ct.Federation.from_clients(clients), 1)[2]
+        assert torch.isfinite(loss[:2]).all()
+
+
+def test_a_stopped_linear_regression_resumes_to_the_same_bits(tmp_path):
+    task, federation = ct.Task.regressor(ct.models.Linear(5, 1)), ct.data.linear_mixture(12, 8, 5, 2)
+    algorithm = ct.FedAvg(lr=0.03, tau=7)
+    whole = ct.fit(algorithm, task, federation, rounds=8)
+    ct.fit(algorithm, task, federation, rounds=4, out=tmp_path / "run")
+    parts = ct.fit(algorithm, task, federation, rounds=8, out=tmp_path / "run", resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(whole.models), leaves(parts.models), strict=True))

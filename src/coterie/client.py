@@ -58,7 +58,8 @@ class Plan(NamedTuple):
     with the lowest mean loss on its rows; otherwise it takes what it is sent, whose "label" it passes on if there is
     one. From there it takes `tau` full-batch steps of size γ on its mean loss plus prox/2 ‖θ - θ⁽⁰⁾‖² and replies with
     the result (or with the gradient at the first step), weighted as `weights` says, to slot start · slots_per_start +
-    label, with the note {"label", "loss"} ({"loss"} where there is no label).
+    label, with the note {"label", "loss"} ({"loss"} where there is no label). `steady` says that γ is the same in all
+    rounds.
     """
 
     tau: int
@@ -67,6 +68,7 @@ class Plan(NamedTuple):
     weights: str = "uniform"
     clusters: int | None = None
     slots_per_start: int = 1
+    steady: bool = False
 
 
 class ClientStep(NamedTuple):

@@ -1,7 +1,7 @@
 """A federation as a folder of plain arrays: written a piece at a time, mapped into memory when it is read.
 
 federation.json   the version, how many clients and rows there are, and the types and shapes of a row
-train.x, train.y  the rows of all clients end to end, as raw numbers, little-endian
+train.x, train.y  the rows of all clients end to end, as raw numbers
 train.offsets     the row at which each client begins, and the end: m + 1 whole numbers of 8 bytes
 test.…            the same for test rows, where there are any
 groups            the true groups: m whole numbers of 8 bytes, where they are known

@@ -138,7 +138,7 @@ def check_rows(rows: Packed, part: str, name: Name) -> None:
 def _tensor(values: Array, name: str, what: str) -> Tensor:
     try:
         t = torch.as_tensor(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: its {what} cannot be read as an array of numbers ({error})") from None
     if t.dim() == 0:
         raise ValueError(f"{name}: its {what} must be an array with one entry per row, got a single number")

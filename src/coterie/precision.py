@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,12 +23,22 @@ def check_precision(precision: str, device: torch.device) -> Precision:
 
 @contextmanager
 def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Matrix products in this precision, whatever torch was set to before; all else stays in float32."""
-    before = torch.get_float32_matmul_precision()
-    rough = precision != "float32" and device.type == "cuda"  # with bfloat16, for what is not cast to it
-    torch.set_float32_matmul_precision("high" if rough else "highest")
+    """Products and convolutions in this precision, whatever torch was set to; all else stays in float32."""
+    switches = _switches() if device.type == "cuda" else []
+    before = [getattr(place, name) for place, name, _, _ in switches]
+    for place, name, exact, rough in switches:  # with bfloat16 rough too, for what is not cast to it
+        setattr(place, name, exact if precision == "float32" else rough)
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for (place, name, _, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def _switches() -> list[tuple[Any, str, Any, Any]]:
+    """Where torch keeps what a GPU may do: the place, its name there, and its values for float32 and for tf32."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(cudnn, "conv"):  # torch 2.9 on
+        return [(place, "fp32_precision", "ieee", "tf32") for place in (matmul, cudnn.conv)]
+    return [(place, "allow_tf32", False, True) for place in (matmul, cudnn)]

@@ -133,8 +133,9 @@ def fit(
         federation: From whom.
         rounds: For how many rounds.
         seed: Every random number follows from it; the same seed gives the same run.
-        executor: "vectorised" (many clients at once), "sequential" (the reference), or "sharded" (each process that
-            torchrun started does a share of the clients; all return the same run, and the first one writes it).
+        executor: "vectorised" (many clients at once), "vmap" (the same without fused plans), "sequential" (the
+            reference), or "sharded" (each process that torchrun started does a share of the clients; all return the
+            same run, and the first one writes it).
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
         precision: Of matrix products: "float32", or on a GPU the faster "tf32", or "bfloat16". Only with float32 do
             executors agree to within rounding.
@@ -159,7 +160,7 @@ def fit(
     federation.check(task)
     key = Key.of(seed)
     cohort = make(federation, task, key.fold(CLIENTS), place, precision=check_precision(precision, place))
-    config = _config(algorithm, task, federation, rounds, seed)
+    config = _config(algorithm, task, federation, {"rounds": rounds, "seed": seed, "precision": precision})
     record = None
     if out:
         record = Record(out, config, resume=resume) if cohort.leads else Onlooker(out)
@@ -340,12 +341,12 @@ class _Loop:
         return run
 
 
-def _config(algorithm: Algorithm, task: Task, federation: Federation, rounds: int, seed: int) -> dict[str, Any]:
+def _config(algorithm: Algorithm, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:
     return {
         "algorithm": describe(algorithm),
         "task": task.spec or {"kind": "custom"},
         "data": federation.source or {"name": "custom", "clients": len(federation)},
-        "run": {"rounds": rounds, "seed": seed},
+        "run": run,
     }
 
 
@@ -364,6 +365,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "seconds": sum(row["seconds"] for row in run.history),
         "bytes_down": sum(row["bytes_down"] for row in run.history),
         "bytes_up": sum(row["bytes_up"] for row in run.history),
+        "executor": type(run._cohort).__name__.lower(),
         "device": _device_name(run._cohort.device),
     }
 

@@ -56,36 +56,32 @@ class _Given(nn.Module):
 def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> FirstLinear | None:
     """Split a module after its first layer; None if that is not a linear map of the flattened rows alone.
 
-    It is told by behaviour, not by type: the layer must see exactly the flattened rows, and the output must depend on
-    them through that layer only.
+    It is told by behaviour, not by type: the layer must see exactly the flattened rows, whatever they hold, and the
+    output must depend on them through that layer only.
 
     Args:
         module: The model, with real parameters.
         loss: `loss(output, y) -> (n,)`.
-        x: Two rows to try it on.
+        x: Two rows of the kind that it takes.
     """
+    try:
+        return _split(module, loss, x)
+    except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):  # it does not bear being tried out
+        return None
+
+
+def _split(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> FirstLinear | None:
     name = next((n for n, layer in module.named_modules() if isinstance(layer, nn.Linear)), None)
-    if name is None or not torch.is_floating_point(x):
+    if name is None or x.dtype != torch.float32:
         return None
     layer = module.get_submodule(name)
     assert isinstance(layer, nn.Linear)
-    seen: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    with torch.no_grad():
-        out = module(x)
-    handle.remove()
-    rows = x.flatten(1)
-    if len(seen) != 1 or len(seen[0]) != len(x) or not torch.equal(seen[0].flatten(1), rows):
-        return None
-    if rows.shape[1] != layer.in_features:  # it sees the rows piece by piece
+    if not all(_sees(module, layer, rows) for rows in (x, *_drawn(x.shape))):
         return None
     prefix = f"{name}." if name else ""
     with torch.no_grad():
-        z = torch.nn.functional.linear(rows, layer.weight, layer.bias)
-        if not torch.equal(layer(seen[0]), z):  # a subclass that does something else with its weights
-            return None
-    after = _replaced(module, name, _Given(z))
-    with torch.no_grad():
+        out, z = module(x), torch.nn.functional.linear(x.flatten(1), layer.weight, layer.bias)
+        after = _replaced(module, name, _Given(z))
         same = torch.equal(after(x), out) and torch.equal(after(x.flip(0) + 1), out)
     if not same or _tied(module, layer):
         return None
@@ -101,12 +97,30 @@ def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tenso
     return FirstLinear(f"{prefix}weight", bias, rest_loss, head, squared)
 
 
-def _outputs(after: nn.Module, x: Tensor, shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some values of z, small and large, and what comes out for each."""
-    given = next(layer for layer in after.modules() if isinstance(layer, _Given))
+def _drawn(shape: torch.Size) -> list[Tensor]:
+    """Some numbers, small and large."""
     generator = torch.Generator().manual_seed(0)
-    for scale in (1e-3, 1.0, 1e3):
-        z = scale * torch.randn(shape, generator=generator)
+    return [scale * torch.randn(shape, generator=generator) for scale in (1e-3, 1.0, 1e3)]
+
+
+def _sees(module: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
+    """Whether the layer is given exactly these rows, whole and once, and does with them what its name says."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        module(x)
+        handle.remove()
+        if len(seen) != 1 or len(seen[0]) != len(x) or not torch.equal(seen[0].flatten(1), x.flatten(1)):
+            return False
+        if x[0].numel() != layer.in_features:  # it sees the rows piece by piece
+            return False
+        return torch.equal(layer(seen[0]), nn.functional.linear(x.flatten(1), layer.weight, layer.bias))
+
+
+def _outputs(after: nn.Module, x: Tensor, shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some values of z, and what comes out for each."""
+    given = next(layer for layer in after.modules() if isinstance(layer, _Given))
+    for z in _drawn(shape):
         with torch.no_grad():
             given.z.copy_(z)
             yield z, after(x)

@@ -116,7 +116,7 @@ class LocalTraining:
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             return {"batches": self.draw_batches(n, key, when)}
 
-        plan = Plan(self.tau, prox, weights=self.weights) if self.batch is None else None
+        plan = Plan(self.tau, prox, weights=self.weights, steady=self.decay == 1) if self.batch is None else None
         return ClientStep(run, draw if self.batch else None, plan)
 
 

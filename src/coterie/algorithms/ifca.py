@@ -248,6 +248,7 @@ class IFCA(LocalTraining, Algorithm):
             weights=self.weights,
             clusters=self.k if choose else None,
             slots_per_start=self.k,
+            steady=self.decay == 1,
         )
 
     @property

@@ -184,9 +184,9 @@ def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
     found: list[Params] = []
     seconds = [
         _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
-        for _ in range(2 if device.type == "cpu" else 1)  # a GPU takes most of a minute for it
+        for _ in range(3 if device.type == "cpu" else 1)  # a GPU takes most of a minute for it
     ]
-    return min(seconds), found[-1]
+    return statistics.median(seconds[1:] or seconds), found[-1]
 
 
 def _batches(work: Workload, device: torch.device) -> list[Tensor]:

@@ -5,6 +5,7 @@ Throughout, c is the clients of a chunk, r the starts that run side by side, b a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -165,7 +166,7 @@ def _traced_gradients(split: FirstLinear) -> Gradients:
             z = z.detach().requires_grad_()
             leaves = {n: p.detach().requires_grad_() for n, p in rest.items()}
             loss = (vmap(split.loss)(leaves, z, y) * shares).sum(1)
-            found = torch.autograd.grad(loss.sum(), [z, *leaves.values()])
+            found = torch.autograd.grad(loss.sum(), [z, *leaves.values()], materialize_grads=True)
         return found[0], dict(zip(leaves, found[1:], strict=True)), loss.detach()
 
     return gradients
@@ -188,6 +189,18 @@ def leap(work: Work, reach: Tensor) -> Moved:
         return Moved(reach[:, None] @ at_z, None, {}, loss)
     both = torch.cat([at_z.transpose(2, 3) @ work.x[:, None], at_z.sum(2)[..., None]], 3) @ reach[:, None]
     return Moved(both[..., :-1], both[..., -1], {}, loss)
+
+
+def leap_pays(plan: Plan, work: Work) -> bool:
+    """Whether making the matrix costs no more than twenty rounds of steps do."""
+    starts, n, h, d = *work.z.shape[1:], work.x.shape[2]
+    step = 2 * n * d if work.kernel is None else n * n
+    return 2 * math.log2(plan.tau + 1) * reach_side(work) ** 3 <= 20 * plan.tau * step * starts * h
+
+
+def reach_side(work: Work) -> int:
+    """The side of a client's matrix."""
+    return work.x.shape[2] + 1 if work.kernel is None else work.x.shape[1]
 
 
 def reach_of(split: FirstLinear, plan: Plan, work: Work) -> Tensor:

@@ -17,7 +17,7 @@ side by side, s the models that were sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +26,13 @@ from torch.func import vmap
 
 from coterie.client import ClientStep, Plan, Reply
 from coterie.cohort import Sums, weighted_sums
-from coterie.executors.descent import Moved, Work, descend, leap, reach_of
+from coterie.executors.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side
 from coterie.executors.graphs import Replayed
 from coterie.executors.kernels import descend_on_chip, fits
 from coterie.executors.products import Factor
+from coterie.executors.store import Kept
 from coterie.executors.vectorised import Vectorised
+from coterie.precision import arithmetic
 from coterie.split import FirstLinear
 from coterie.task import Data
 from coterie.tree import Params, nbytes, take, tree_map
@@ -47,14 +49,14 @@ class Fused(Vectorised):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._known: dict[str, FirstLinear | None] = {}
-        self._rates: dict[bytes, float] = {}  # the step size that each chunk had last
         self._replayed = Replayed(descend) if self.device.type == "cuda" else descend
 
     def _sums(
         self, step: ClientStep, name: str, shared: Any, slots: int, rows: Tensor | None
     ) -> Iterator[tuple[Tensor, Sums, int]]:
         split = self._split(step, name)
-        if split is None or step.plan is None:
+        slotted = rows is None or "label" in shared  # else all models that were sent go into one sum
+        if split is None or step.plan is None or not slotted:
             yield from super()._sums(step, name, shared, slots, rows)
             return
         sent = Sent.of(shared, step.plan, rows)
@@ -105,35 +107,39 @@ class Fused(Vectorised):
         rows = x.flatten(0, 1)
         if self.device.type != "cuda" or self.precision != "float32":
             return Factor.of(rows, split=False)
-        return self._store.kept("factor", clients, lambda: Factor.of(rows), keep=self._recurs)
+        return self._kept(("rows in halves",), clients, 2 * rows.nbytes, lambda: Factor.of(rows)) or Factor.of(rows)
 
     def _kernel(self, split: FirstLinear, x: Tensor, clients: Tensor) -> Tensor | None:
         """XXᵀ, plus 1 for b, where the dual form is the cheaper one."""
-        if x.shape[1] >= x.shape[2]:
+        (c, n, d), one = x.shape, float(split.bias is not None)
+        if n >= d:
             return None
-        one = float(split.bias is not None)
-        return self._store.kept("gram", clients, lambda: x @ x.transpose(1, 2) + one, keep=self._recurs)
+
+        def make() -> Tensor:
+            with arithmetic("float32", self.device):
+                return x @ x.transpose(1, 2) + one
+
+        kept = self._kept(("Gram matrices",), clients, 4 * c * n * n, make)
+        return make() if kept is None else kept
 
     def _move(self, split: FirstLinear, plan: Plan, work: Work, clients: Tensor) -> Moved:
-        """Train, in closed form where one is known and its matrix serves for more than a round."""
+        """Train: on a GPU in one kernel where there is one, in closed form where that pays, else step by step."""
         if split.head and self.device.type == "cuda" and fits(split.head, plan, work):
             return descend_on_chip(split.head, plan, work)
-        if not split.squared or plan.gradient or not self._recurs:
-            return (self._replayed if work.z.numel() < LARGE else descend)(split, plan, work)
-        chunk, rate = clients.numpy().tobytes(), float(work.lr)
-        if self._rates.get(chunk) != rate:  # it may be another in the next round
-            self._rates[chunk] = rate
-            return descend(split, plan, work)
-        name = f"reach {rate} {plan.tau} {plan.prox}"
-        return leap(work, self._store.kept(name, clients, lambda: reach_of(split, plan, work), keep=True))
+        if split.squared and plan.steady and not plan.gradient and leap_pays(plan, work):
+            name, size = ("closed forms", float(work.lr), plan.tau, plan.prox), 4 * len(work.x) * reach_side(work) ** 2
+            reach = self._kept(name, clients, size, lambda: reach_of(split, plan, work))
+            if reach is not None:
+                return leap(work, reach)
+        return (self._replayed if work.z.numel() < LARGE else descend)(split, plan, work)
 
-    @property
-    def _recurs(self) -> bool:
-        """Whether what is made for a chunk will be wanted again, and may be kept."""
-        return self._everybody and self._store.keeps
+    def _kept(self, name: tuple[Any, ...], clients: Tensor, size: int, make: Callable[[], Kept]) -> Kept | None:
+        """What is made once for a chunk, if it will be wanted again: as long as everybody takes part."""
+        return self._store.kept(name, clients, size, make) if self._everybody else None
 
     @property
     def _everybody(self) -> bool:
+        """Whether all clients take part."""
         return len(self) == self.population
 
     def _weight(self, plan: Plan, at: Tensor, like: Tensor) -> Tensor:
@@ -150,7 +156,7 @@ class Fused(Vectorised):
             self._known[name] = split = self.task.split(self.federation.train.x[:2])
             n, d = int(self.federation.train.sizes.max()), self.federation.train.x[0].numel()
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
-            closed = ", all steps at once while the step size stays" if split and split.squared else ""
+            closed = ", or closed form where that pays" if split and split.squared else ""
             told = "not fused: the model's first layer is not a linear map of the rows"
             self.ledger.messages.append(f"vectorised: {name}: {f'fused ({form}{closed})' if split else told}")
         return self._known[name]

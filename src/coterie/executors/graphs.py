@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,20 +37,17 @@ class Replayed:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._calls: dict[Any, int] = {}
-        self._recordings: OrderedDict[Any, Recording] = OrderedDict()
+        self._recordings: dict[Any, Recording] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Call the function, from its recording if there is one."""
         flat, spec = tree_flatten(args)
         shapes = (str(spec), *(_sort(x) for x in flat))
-        if self._calls.get(shapes, 0) < PLAIN:
-            self._calls[shapes] = self._calls.get(shapes, 0) + 1
-            return self.function(*args)
+        seen = self._calls[shapes] = self._calls.get(shapes, 0) + 1
         if shapes not in self._recordings:
+            if seen <= PLAIN or len(self._recordings) == KEPT:
+                return self.function(*args)
             self._recordings[shapes] = self.record(flat, spec)
-            if len(self._recordings) > KEPT:
-                self._recordings.popitem(last=False)
-        self._recordings.move_to_end(shapes)
         recording = self._recordings[shapes]
         for own, given in zip(recording.inputs, (x for x in flat if isinstance(x, Tensor)), strict=True):
             own.copy_(given)

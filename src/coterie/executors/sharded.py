@@ -76,7 +76,7 @@ class Sharded(Fused):
             summed, stacked = work(share, at)
         except ValueError as error:
             trouble = str(error)
-        memory = self._kept(share)
+        memory = self._newly_kept(share)
         if idle:
             share.ledger = Ledger()
             summed = tree_map(torch.zeros_like, summed)
@@ -96,7 +96,7 @@ class Sharded(Fused):
     def _everybody(self) -> bool:
         return self._of_all or super()._everybody
 
-    def _kept(self, share: Self) -> Any:
+    def _newly_kept(self, share: Self) -> Any:
         """What the clients of a share have put into their memories, stacked; () where it is nothing."""
         before, after = self.ledger.memory, share.ledger.memory
         clients = share.clients.tolist() if after else []

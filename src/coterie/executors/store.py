@@ -60,8 +60,9 @@ class Store:
         self.federation = federation
         self.device = device
         self._messages = messages  # for the log
+        self._told: set[str] = set()
         self._packed: dict[str, Packed] = {}
-        self._kept: dict[tuple[str, bytes], Any] = {}
+        self._kept: dict[tuple[tuple[Any, ...], bytes], Any] = {}
         self._lent: tuple[Packed, slice] | None = None
 
     def rows(self, part: str, clients: Tensor) -> Data:
@@ -81,9 +82,10 @@ class Store:
             x, y = (a[rows].unflatten(0, (c, width)) for a in (packed.x, packed.y))
             mask = torch.ones(c, width, device=self.device)
             self._lent = packed, rows
-        else:  # padding repeats other rows, which the mask takes out again
+        else:  # padding repeats the client's last row, which the mask takes out again
             step = torch.arange(width)
-            x, y = gather(packed, (start[:, None] + step).clamp(max=len(packed.x) - 1))
+            last = (sizes - 1).clamp(min=0)[:, None]
+            x, y = gather(packed, (start[:, None] + step.minimum(last)).clamp(max=len(packed.x) - 1))
             mask = (step < sizes[:, None]).float()
             self._lent = None
         return Data(x.to(self.device), y.to(self.device), mask.to(self.device))
@@ -99,28 +101,35 @@ class Store:
         """Whether anything may be kept: not where rows are mapped from files, for it would grow with the clients."""
         return self._resident("train").pages is None
 
-    def kept(self, name: str, clients: Tensor, make: Callable[[], Kept], *, keep: bool) -> Kept:
-        """What `make` makes for these clients; with `keep`, kept for the next round while memory allows.
+    def kept(self, name: tuple[Any, ...], clients: Tensor, size: int, make: Callable[[], Kept]) -> Kept | None:
+        """What `make` makes for these clients, kept from round to round; None where it may not be.
 
         Nothing is kept for two clients, on whom chunks are tried out: chunks should not depend on it.
+
+        Args:
+            name: What it is, as the log will call it, and whatever it depends on.
+            clients: For whom.
+            size: How many bytes it will take.
+            make: Makes it.
         """
         key = name, clients.numpy().tobytes()
         if key not in self._kept:
-            made = make()
-            keep = keep and self.keeps and len(clients) > 2
-            if not keep or not self._has_room(name, nbytes(made)):
-                return made
-            self._kept[key] = made
+            if not self.keeps or len(clients) <= 2 or not self._has_room(name[0], size):
+                return None
+            self._kept[key] = make()
         return self._kept[key]
 
-    def _has_room(self, name: str, needed: int) -> bool:
-        """Whether so many bytes more may be kept; if not, the log says so, once for each kind of thing."""
-        kept, free = nbytes(list(self._kept.values())), free_memory(self.device)
-        if kept + needed <= free / 4:
+    def _has_room(self, what: str, size: int) -> bool:
+        """Whether so many bytes more may be kept; if not, the log says so once."""
+        free = free_memory(self.device)
+        if nbytes(list(self._kept.values())) + size <= free / 4:
             return True
-        told = f"vectorised: what is kept from round to round ({name}) is at its limit"
-        if not any(m.startswith(told) for m in self._messages):
-            self._messages.append(f"{told}, a quarter of {free / 2**20:,.0f} MiB free; the rest is made anew each time")
+        if what not in self._told:
+            self._told.add(what)
+            self._messages.append(
+                f"vectorised: no more {what} are kept from round to round: they may take a quarter of the free memory, "
+                f"which is {free / 2**20:,.0f} MiB"
+            )
         return False
 
     def _resident(self, part: str) -> Packed:

@@ -98,7 +98,7 @@ class Vectorised(Cohort):
 
     def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None) -> int:
         """Clients per chunk for this step and client size; 0 to do them one by one."""
-        label = f"{name} on {int(self.sizes[bucket].max())} {self.part} rows"
+        label = f"{name} on up to {size_class(int(self.sizes[bucket].max()))} {self.part} rows"
         if label not in self.ledger.chunks:
             size, why = self._measured(label, bucket, together, cached, alone)
             self.ledger.chunks[label] = size
@@ -111,7 +111,7 @@ class Vectorised(Cohort):
         try:  # once before, so that what is made once and kept is not counted
             together(bucket[:2])
         except RuntimeError as error:
-            if alone is None:
+            if alone is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             alone(bucket[:1])  # if that fails too, it is the model's own fault
             return 0, f"vmap cannot batch this model: {str(error).splitlines()[0]}"
@@ -143,6 +143,19 @@ class Vectorised(Cohort):
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def size_class(rows: int) -> int:
+    """The next of some sizes that are a quarter apart: clients of one class get chunks of one size.
+
+    Example:
+        >>> [size_class(n) for n in (1, 5, 50, 60, 1000)]
+        [1, 5, 51, 63, 1113]
+    """
+    size = 1
+    while size < rows:
+        size = max(size + 1, int(PADDING * size))
+    return size
 
 
 def buckets(sizes: Tensor, known: Tensor) -> list[Tensor]:

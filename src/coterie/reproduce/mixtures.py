@@ -87,7 +87,9 @@ def ifca(data: Mixtures, runs: Runs, rounds: int, *, normalise: str) -> tuple[Te
         before, label = now, labels[trial, at]
         for _ in range(min(SPAN, rounds - begin)):
             before, (now, label) = now, _round(data.x, y, now, lr, normalise)
-        theta[trial, at], labels[trial, at] = now, label
+        on = going[trial, at]  # the others stay where they were
+        theta[trial, at] = torch.where(on[..., None, None], now, theta[trial, at])
+        labels[trial, at] = torch.where(on[..., None], label, labels[trial, at])
         going[trial, at] &= (now - before).abs().amax((2, 3)) > STILL * now.abs().amax((2, 3))  # of NaN, it is not
     return theta, labels
 

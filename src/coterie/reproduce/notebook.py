@@ -35,16 +35,21 @@ class Notebook:
     def __init__(self, path: Path, spec: dict[str, Any]) -> None:
         self.path, self.spec = path, json.loads(json.dumps(spec))
         self.entries: dict[str, dict[str, Any]] = {}
-        if path.exists() and (told := json.loads(path.read_text(encoding="utf-8")))["spec"] == self.spec:
+        if not path.exists():
+            return
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["spec"] == self.spec:
             self.entries = told["entries"]
             log.warning("%s: %d parts are there already", path, len(self.entries))
+        else:
+            path.rename(aside := path.with_suffix(".old.json"))
+            log.warning("%s was made with other settings or another device; it is now %s", path, aside)
 
     def entry(self, name: str, make: Callable[[], Any]) -> Any:
         """What is written under a name, made now if nothing is."""
         if name not in self.entries:
-            begin = time.monotonic()
-            value = make()
-            self.entries[name] = {"value": value, "commit": commit(), "seconds": time.monotonic() - begin}
+            begin, made_with = time.monotonic(), commit()
+            self.entries[name] = {"value": make(), "commit": made_with, "seconds": time.monotonic() - begin}
             write_text(self.path, json.dumps({"spec": self.spec, "entries": self.entries}) + "\n")
             log.warning("%s: %.1f s", name, self.entries[name]["seconds"])
         return self.entries[name]["value"]
@@ -66,7 +71,9 @@ class Notebook:
 
 def commit() -> str:
     """The commit of this checkout; COTERIE_COMMIT tells it where git does not."""
-    told = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return told.stdout.strip() or os.environ.get("COTERIE_COMMIT", "unknown")
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        told = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git here
+        told = ""
+    return told or os.environ.get("COTERIE_COMMIT", "unknown")
