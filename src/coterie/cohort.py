@@ -138,21 +138,23 @@ class Cohort(ABC):
         """
         update, weight, note = None, torch.zeros(slots, device=self.device), None
         shared, down = self._sent(shared, rows)
-        for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
-            self._charge(down * len(at), up)
-            update = part.update if update is None else tree_map(Tensor.add_, update, part.update)
-            weight = weight + part.weight
-            note = _put(note, part.note, at, len(self))
+        with arithmetic("float32", self.device):
+            for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
+                self._charge(down * len(at), up)
+                update = part.update if update is None else tree_map(Tensor.add_, update, part.update)
+                weight = weight + part.weight
+                note = _put(note, part.note, at, len(self))
         return Sums(update, weight, note or {})
 
     def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         replies: Any = None
         shared, down = self._sent(shared, rows)
-        for at, reply in self._replies(step(self.task), _name(step), shared, rows):
-            reply = reply._replace(memory=())
-            self._charge(down * len(at), nbytes(reply))
-            replies = _put(replies, reply, at, len(self))
+        with arithmetic("float32", self.device):
+            for at, reply in self._replies(step(self.task), _name(step), shared, rows):
+                reply = reply._replace(memory=())
+                self._charge(down * len(at), nbytes(reply))
+                replies = _put(replies, reply, at, len(self))
         return replies
 
     @abstractmethod

@@ -32,7 +32,6 @@ from coterie.executors.kernels import descend_on_chip, fits
 from coterie.executors.products import Factor
 from coterie.executors.store import Kept
 from coterie.executors.vectorised import Vectorised
-from coterie.precision import arithmetic
 from coterie.split import FirstLinear
 from coterie.task import Data
 from coterie.tree import Params, nbytes, take, tree_map
@@ -114,13 +113,8 @@ class Fused(Vectorised):
         (c, n, d), one = x.shape, float(split.bias is not None)
         if n >= d:
             return None
-
-        def make() -> Tensor:
-            with arithmetic("float32", self.device):
-                return x @ x.transpose(1, 2) + one
-
-        kept = self._kept(("Gram matrices",), clients, 4 * c * n * n, make)
-        return make() if kept is None else kept
+        kept = self._kept(("Gram matrices",), clients, 4 * c * n * n, lambda: x @ x.transpose(1, 2) + one)
+        return x @ x.transpose(1, 2) + one if kept is None else kept
 
     def _move(self, split: FirstLinear, plan: Plan, work: Work, clients: Tensor) -> Moved:
         """Train: on a GPU in one kernel where there is one, in closed form where that pays, else step by step."""
