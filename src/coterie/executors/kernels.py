@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ from coterie.client import Plan
 from coterie.executors.descent import Moved, Work
 from coterie.split import Head
 
-CLASSES = 32  # more than so many take too many registers
+CLASSES, THREADS = 32, 512  # with more, a thread gets too few registers
+SIZES = 16  # for which it is compiled at most; that takes a second or two each
+
+log = logging.getLogger("coterie")
 
 
 def fits(head: Head, plan: Plan, work: Work) -> bool:
     """Whether `descend_on_chip` can do this: a client's z and what goes with it must fit a multiprocessor."""
     n, h, classes = work.x.shape[1], work.z.shape[3], work.rest[head.weight].shape[2]
-    if work.kernel is None or plan.gradient or classes > CLASSES or not hasattr(torch.cuda, "_compile_kernel"):
+    size, limit = _sizes(n, h, classes), torch.cuda.get_device_properties(work.z.device).shared_memory_per_block_optin
+    if work.kernel is None or plan.gradient or classes > CLASSES or size["THREADS"] > THREADS or size["bytes"] > limit:
         return False
-    limit = torch.cuda.get_device_properties(work.z.device).shared_memory_per_block_optin
-    size = _sizes(n, h, classes)
-    return size["bytes"] <= limit and size["THREADS"] <= 512  # or they get too few registers each
+    return _compiled(n, h, classes, work.z.device) is not None
 
 
 def descend_on_chip(head: Head, plan: Plan, work: Work) -> Moved:
@@ -61,10 +64,17 @@ def _up(n: int, by: int = 4) -> int:
 
 @functools.cache
 def _compiled(n: int, h: int, classes: int, device: torch.device) -> Any:
+    """The kernel; None where it cannot be compiled, or was for so many sizes that waiting for one more does not pay."""
+    if _compiled.cache_info().currsize >= SIZES:
+        return None
     size = _sizes(n, h, classes)
     source = "".join(f"#define {name} {value}\n" for name, value in size.items() if name != "bytes")
     source += Path(__file__).with_name("descend.cu").read_text(encoding="utf-8")
-    with torch.cuda.device(device):
-        kernel = torch.cuda._compile_kernel(source, "descend")
-        kernel.set_shared_memory_config(size["bytes"])
+    try:
+        with torch.cuda.device(device):
+            kernel = torch.cuda._compile_kernel(source, "descend")
+            kernel.set_shared_memory_config(size["bytes"])
+    except (RuntimeError, OSError, AttributeError) as error:  # no NVRTC, or a torch before 2.9
+        log.info("descend.cu cannot be compiled: %s", error)
+        return None
     return kernel
