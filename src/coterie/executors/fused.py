@@ -64,7 +64,9 @@ class Fused(Vectorised):
             weight = self._weight(step.plan, at, trained.label)
             note = sent.note(trained)
             bytes_up = weight.numel() * (nbytes(sent.models) // slots + 12) + nbytes(note)  # 12: a weight and a slot
-            yield at, trained.sums(split, sent.models, weight)._replace(note=note), bytes_up
+            with self._arithmetic():
+                moved = trained.rows_sum(weight, sent.models[split.weight])
+            yield at, trained.sums(split, sent.models, weight, moved)._replace(note=note), bytes_up
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         split = self._split(step, name)
@@ -201,8 +203,8 @@ class Trained(NamedTuple):
             own |= {n: own[n] + take(start[n], self.label) for n in (split.weight, split.bias) if n}
         return {n: own[n] for n in start}
 
-    def sums(self, split: FirstLinear, start: Params, weight: Tensor) -> Sums:
-        """Σ weight · model over the clients that took each model (s, …)."""
+    def sums(self, split: FirstLinear, start: Params, weight: Tensor, moved: Tensor | None) -> Sums:
+        """Σ weight · model over the clients that took each model (s, …), where W moved by what `rows_sum` says."""
         first, bias = self.moved.first, self.moved.bias
         each = {**self.moved.rest}
         if split.bias:
@@ -211,15 +213,20 @@ class Trained(NamedTuple):
             each[split.weight] = first
         flattened = tree_map(lambda x: x.flatten(0, 1), each)
         own, count = weighted_sums(self.label, weight, len(start[split.weight]), flattened)
-        if bias is None:
-            own[split.weight] = self._rows_sum(weight, start[split.weight])
+        if moved is not None:
+            own[split.weight] = moved
         for n in (split.weight, split.bias) if self.based else ():
             if n:
                 own[n] = own[n] + count.reshape(-1, *[1] * (start[n].dim() - 1)) * start[n]
         return Sums({n: own[n] for n in start}, count, {})
 
-    def _rows_sum(self, weight: Tensor, like: Tensor) -> Tensor:
-        """Σ weight · BᵀX over the clients that took each model: few large products over many clients' rows."""
+    def rows_sum(self, weight: Tensor, like: Tensor) -> Tensor | None:
+        """Σ weight · BᵀX over the clients that took each model: few large products over many clients' rows.
+
+        None in the primal form, where every client has its own ΔW.
+        """
+        if self.moved.bias is not None:
+            return None
         total, own = torch.zeros_like(like), self.moved.first * weight[..., None, None]
         for s, at, r in _members(self.label):
             total[s].addmm_(own[at, r].flatten(0, 1).T, self.x[at].flatten(0, 1))
