@@ -26,7 +26,7 @@ from coterie.precision import Precision
 from coterie.task import Task
 from coterie.tree import Params, flat
 
-ROUNDS = 5  # timed, after one to warm up; the median counts
+WARM, ROUNDS = 3, 7  # to warm up, then timed; the median counts
 LARGE = {"cpu": 4096, "cuda": 8192}  # side of the matrix product that sets the rate of the floor
 
 log = logging.getLogger("coterie")
@@ -169,12 +169,13 @@ def _executor(
     cohort = EXECUTORS[name](work.federation, work.task, Key.of(0), device, precision=precision)
     start = work.algorithm.start(work.task, cohort.at(0), Key.of(0))
     state, times = start, []
-    for _ in range(1 + (ROUNDS if name != "sequential" else device.type == "cpu")):
+    warm, rounds = (WARM, ROUNDS) if name != "sequential" else (int(device.type == "cpu"), 1)  # which takes long
+    for _ in range(warm + rounds):
         begin = time.perf_counter()
         state, _ = work.algorithm.round(start, cohort.at(0))
         _wait(device)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:] or times), work.algorithm.models(state)
+    return statistics.median(times[warm:]), work.algorithm.models(state)
 
 
 def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
