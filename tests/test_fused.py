@@ -63,8 +63,9 @@ def after(executor, algorithm, task, federation, rounds):
      ct.LocalOnly(), ct.IFCA(2, average="gradient", weights="size")],
     ids=["ifca", "patient", "restarts", "fedprox", "local", "gradient"],
 )  # fmt: skip
-def test_twenty_rounds_on_ragged_clients_equal_the_reference(algorithm, ragged):
-    task = ct.Task.classifier(deep(64, 10))
+@pytest.mark.parametrize("module", [deep(64, 10), ct.models.MLP(64, 32, 10)], ids=["traced", "by-hand"])
+def test_twenty_rounds_on_ragged_clients_equal_the_reference(algorithm, module, ragged):
+    task = ct.Task.classifier(module)
     models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 20)
     reference, truth, slow, other = after("sequential", algorithm, task, ragged, 20)
     assert any(name.startswith("fused") for name in ledger.chunks)
