@@ -1,7 +1,7 @@
 """coterie: find the hidden groups of a federation's clients and train one model per group."""
 
 from coterie import data, models
-from coterie.algorithms import IFCA, Balanced, FarthestFirst, FedAvg, LocalOnly, Random, RandomGroups
+from coterie.algorithms import CFL, IFCA, Balanced, FarthestFirst, FedAvg, LocalOnly, Random, RandomGroups
 from coterie.evaluate import Scores
 from coterie.federation import Federation
 from coterie.run import Diverged, Run, fit
@@ -10,6 +10,6 @@ from coterie.task import Task
 __version__ = "0.1.0"
 
 __all__ = [
-    "IFCA", "Balanced", "Diverged", "FarthestFirst", "FedAvg", "Federation", "LocalOnly", "Random", "RandomGroups",
-    "Run", "Scores", "Task", "data", "fit", "models",
+    "CFL", "IFCA", "Balanced", "Diverged", "FarthestFirst", "FedAvg", "Federation", "LocalOnly", "Random",
+    "RandomGroups", "Run", "Scores", "Task", "data", "fit", "models",
 ]  # fmt: skip

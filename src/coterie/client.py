@@ -92,6 +92,11 @@ def mean_loss(task: Task, params: Params, data: Data) -> Tensor:
     return (task.loss(params, data) * data.mask).sum() / data.mask.sum().clamp(min=1)
 
 
+def mean_gradient(task: Task, params: Params, data: Data) -> Params:
+    """∇F_i(θ)."""
+    return _gradient(lambda p: mean_loss(task, p, data), params)[0]
+
+
 def pick(data: Data, rows: Tensor) -> Data:
     """The rows numbered by `rows`, of which -1 stands for no row."""
     at = rows.clamp(min=0)

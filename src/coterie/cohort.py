@@ -53,7 +53,7 @@ class Ledger:
     bytes_up: int = 0
     memory: dict[int, Any] = field(default_factory=dict)  # what each client keeps for itself
     chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
-    messages: list[str] = field(default_factory=list)  # choices that the executor made, for the log
+    messages: list[str] = field(default_factory=list)  # what executor and algorithm have to say, for the log
 
 
 class Cohort(ABC):
@@ -126,6 +126,10 @@ class Cohort(ABC):
         """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
         ledger = self.ledger
         return self._but(ledger=Ledger(memory=ledger.memory, chunks=ledger.chunks, messages=ledger.messages))
+
+    def tell(self, message: str) -> None:
+        """Have a message written to the log of the run."""
+        self.ledger.messages.append(message)
 
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the weighted updates up by slot.

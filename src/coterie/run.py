@@ -27,7 +27,7 @@ from coterie.progress import Progress
 from coterie.record import Onlooker, Record
 from coterie.settings import validate
 from coterie.task import Data, Task
-from coterie.tree import Params, take
+from coterie.tree import Params, take, to_device
 
 LISTED = 100  # clusters at most whose members and scores are listed in every row of the history
 
@@ -308,7 +308,7 @@ class _Loop:
         self.history = self.record.rewind(content["done"])
         self.cohort.ledger.memory = content["memory"]
         self.cohort.ledger.chunks = content["chunks"]
-        self._publish(snapshot.to_device(content["state"], self.cohort.device), content["done"])
+        self._publish(to_device(content["state"], self.cohort.device), content["done"])
         return True
 
     def _tell(self) -> None:

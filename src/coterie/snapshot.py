@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -90,10 +89,3 @@ def _unpack(plain: Any, tensors: dict[str, Tensor], types: dict[str, type]) -> A
         parts = [_unpack(v, tensors, types) for v in plain["tuple"]]
         return types[plain["named"]](*parts) if "named" in plain else tuple(parts)
     return plain["value"]
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Floating-point tensors of a tree on a device; labels and counts stay on the CPU, where the server works."""
-    from coterie.tree import tree_map
-
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Params", "flat", "leaves", "nbytes", "stack", "take", "tree_map"]
+__all__ = ["Params", "flat", "leaves", "nbytes", "stack", "take", "to_device", "tree_map"]
 
 Params = dict[str, Tensor]
 
@@ -68,3 +68,8 @@ def nbytes(tree: Any) -> int:
         60
     """
     return sum(x.numel() * x.element_size() for x in leaves(tree))
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Floating-point tensors of a tree on a device; labels and counts stay on the CPU, where the server works."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

@@ -17,7 +17,7 @@ from coterie.settings import setting
 from coterie.task import Data, Task
 from coterie.tree import Params
 
-_BATCHES = 1  # stream under a client's key
+_BATCHES, _ROWS = 1, 2  # streams under a client's key
 
 
 class Report(NamedTuple):
@@ -118,6 +118,17 @@ class LocalTraining:
 
         plan = Plan(self.tau, prox, weights=self.weights, steady=self.decay == 1) if self.batch is None else None
         return ClientStep(run, draw if self.batch else None, plan)
+
+
+def hold_out(n: int, share: float, key: Key) -> tuple[Tensor, Tensor]:
+    """The rows of a client that are kept out of training, the same in every round, and the others."""
+    order = torch.randperm(n, generator=key.fold(_ROWS).generator())
+    return order[: int(share * n)], order[int(share * n) :]
+
+
+def among(rows: Tensor, batches: Tensor) -> Tensor:
+    """Batches of positions in `rows` as batches of rows; -1 stays no row."""
+    return torch.where(batches < 0, -1, rows[batches])
 
 
 def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from coterie.algorithms.base import Algorithm, LocalTraining, Report, choosing, nearest
+from coterie.algorithms.base import Algorithm, LocalTraining, Report, among, choosing, hold_out, nearest
 from coterie.algorithms.starts import Start, find_start
 from coterie.client import ClientStep, Local, Plan, Reply, each_start, local_update, mean_loss, pick
 from coterie.cohort import Cohort, Sums
@@ -24,8 +24,6 @@ from coterie.key import Key
 from coterie.settings import setting
 from coterie.task import Data, Task
 from coterie.tree import Params, stack, take, tree_map
-
-_ROWS = 2  # stream under a client's key
 
 
 class State(NamedTuple):
@@ -227,15 +225,16 @@ class IFCA(LocalTraining, Algorithm):
             return None
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
-            order = torch.randperm(n, generator=key.fold(_ROWS).generator()) if self._splits_rows else torch.arange(n)
-            held, rest = order.split([h := int(self.holdout * n) if self._holds_out else 0, n - h])
+            held, rest = torch.arange(0), torch.arange(n)
+            if self._splits_rows:
+                held, rest = hold_out(n, self.holdout if self._holds_out else 0.0, key)
             choose = step = rest
             if self.resample:  # Section 5: 2T disjoint subsets, two of which are used in a round
                 size, t = len(rest) // (2 * self.resample), when[0]
                 choose, step = rest[2 * t * size :].split(size)[:2]
             rows = {"choose": choose, "step": step, "held": held} if self._splits_rows else {}
             batches = self.draw_batches(len(step), key, when)
-            return rows if batches is None else {**rows, "batches": torch.where(batches < 0, -1, step[batches])}
+            return rows if batches is None else {**rows, "batches": among(step, batches)}
 
         return draw
 

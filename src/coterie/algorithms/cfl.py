@@ -1,0 +1,461 @@
+"""CFL, Clustered Federated Learning: split a population where its gradients disagree.
+
+Clustered Federated Learning: Model-Agnostic Distributed Multi-Task Optimization under Privacy Constraints
+    Felix Sattler, Klaus-Robert Müller, Wojciech Samek. 2019 (arXiv:1910.01991), Algorithms 1 to 5.
+
+Algorithm 1 is in `bipartition.py`, the map P of Section V-B in `disguise.py`. Line numbers in the comments are those of
+Algorithm 5, which is Algorithm 3 unrolled into rounds; equations and sections are those of the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, LocalTraining, Report, among, hold_out
+from coterie.algorithms.bipartition import Linkage, bipartition, cosines
+from coterie.algorithms.disguise import Disguise, Kind, shapes_of, sketch
+from coterie.client import ClientStep, Local, Reply, local_update, mean_gradient, mean_loss, pick
+from coterie.cohort import Cohort, slot_mean, slot_sum
+from coterie.key import Key
+from coterie.parameter_tree import Branch, ParameterTree
+from coterie.settings import setting
+from coterie.task import Data, Task
+from coterie.tree import Params, flat, stack, take, to_device, tree_map
+
+ROOT = 0
+SAME = 1e-3  # √((1 - α_cross) / 2) below which updates differ by rounding only
+
+
+class Node(NamedTuple):
+    """A node v of the parameter tree (Section V-C) and the edge that leads to it."""
+
+    parent: int  # -1 at the root
+    children: tuple[int, ...]  # two, or none at a leaf
+    theta: Params  # θ*_v, the stationary model before the split; at a leaf nothing yet, its model is in the state
+    clients: Tensor  # c_v
+    updates: Tensor  # Δ_e (|c_v|, …): what these clients sent at the parent's θ*; nothing at the root
+    since: int  # the round in which it was made, -1 at the root
+    cross: float  # α_cross of its split
+    refused: bool  # whether a split of it was undone
+    warned: bool  # whether it has been told why it is not split
+
+
+class Cut(NamedTuple):
+    """A split: the clients of either half, and their largest similarity."""
+
+    first: Tensor
+    second: Tensor
+    cross: float
+
+
+class State(NamedTuple):
+    """What the server knows after a round. Models and updates are disguised if there is a disguise."""
+
+    theta: Params  # the leaves' models (k, …)
+    leaves: tuple[int, ...]  # the node of each of them
+    tree: dict[int, Node]
+    node: Tensor  # every client's node (m,); an inner one if it was not heard of when that was split
+    updates: Tensor  # every client's latest update, gradient or sketch (m, …)
+    heard: Tensor  # the round of that (m,), -1 for none
+    weight: Tensor  # how heavily it counts (m,)
+    held: Tensor  # its loss then on the rows it holds out (m,), infinite if none
+    before: Tensor  # the same under its parent's θ* (m,)
+    peak: Tensor  # the longest update of a client so far, by leaf (k,)
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the parameters
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CFL(LocalTraining, Algorithm):
+    """Train one model; where it no longer improves and clients still disagree, split them in two, again and again.
+
+    Args:
+        thresholds: "relative" needs no tuning from model to model: a cluster is stationary once its mean update is
+            shorter than eps1 times the longest update of its clients, and its clients are incongruent while that one
+            is longer than eps2 times the longest there has been. "absolute": eps1 and eps2 are the lengths ε₁ and ε₂ of
+            (32) and (33), as printed; they depend on the model, the step size and the local steps.
+        eps1: See above.
+        eps2: See above.
+        schedule: Rounds (1 is the first) in which clusters are split, in place of (32) and (33), as in the paper's
+            experiments. Empty for none.
+        gamma_max: γ_max of (39), the noise that clients' updates are assumed to have: a split is made only if
+            √((1 - α_cross) / 2) is larger.
+        contrast: A split is made only if the halves' means are so many times as far apart, squared, as they would be
+            by chance, judged by the scatter within the halves. 0 for the algorithm as printed.
+        compare: What is compared: the clients' weight updates, or their full gradients.
+        linkage: "single" is Algorithm 1; "complete" is the authors' code.
+        sketch: Compare random projections of this length; the server then sees sums and projections only.
+        holdout: Share of every client's rows that is kept out of training to judge splits. 0 judges none.
+        trial: A split is judged so many rounds after it was made, and undone if the clients' held-out loss is higher
+            than it was under the model before. Until then the halves are not split again.
+        max_age: A client's last update counts in a split for so many rounds. Clients not heard of for longer stay
+            with the parent until they are, and are then placed by Algorithm 4.
+        privacy: Clients send updates through a secret "permutation" of all coordinates, or "rotation"; the server never
+            holds a model or an update in the clear.
+        secret: The seed of it, which only clients know.
+
+    Example:
+        >>> import coterie as ct
+        >>> federation = ct.data.permuted_digits(clients=20, groups=2, seed=0)
+        >>> task = ct.Task.classifier(ct.models.MLP(64, 32, 10))
+        >>> run = ct.fit(ct.CFL(), task, federation, rounds=80)
+        >>> len(run.models), run.ari
+        (2, 1.0)
+    """
+
+    thresholds: Literal["relative", "absolute"] = "relative"
+    eps1: float = setting(0.1, low=0)
+    eps2: float = setting(0.7, low=0)
+    schedule: tuple[int, ...] = ()
+    gamma_max: float = setting(0.0, low=0)
+    contrast: float = setting(3.0, low=0)
+    compare: Literal["update", "gradient"] = "update"
+    linkage: Linkage = "single"
+    sketch: int | None = setting(None, low=2)
+    holdout: float = setting(0.1, low=0, high=0.9)
+    trial: int = setting(10, low=1)
+    max_age: int = setting(10, low=0)
+    privacy: Kind = "none"
+    secret: int = setting(0, low=0)
+
+    def start(self, task: Task, cohort: Cohort, key: Key) -> State:
+        """Line 3: one cluster of all clients, one model."""
+        self._check(cohort)
+        theta = task.init(key.fold(0))
+        shapes, m = shapes_of(theta), cohort.population
+        hidden = self._disguise(shapes).put_on(theta)
+        root = Node(-1, (), {}, torch.arange(m), torch.zeros(0, 0), since=-1, cross=1.0, refused=False, warned=False)
+        state = State(
+            theta=stack([hidden]),
+            leaves=(ROOT,),
+            tree={ROOT: root},
+            node=torch.full((m,), ROOT),
+            updates=torch.zeros(m, self.sketch or flat(hidden, axes=0).numel()),
+            heard=torch.full((m,), -1),
+            weight=torch.zeros(m),
+            held=torch.full((m,), torch.inf),
+            before=torch.full((m,), torch.inf),
+            peak=torch.zeros(1),
+            shapes=shapes,
+            round=0,
+        )
+        return to_device(state, cohort.device)
+
+    def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
+        """Lines 5 to 23."""
+        chosen = cohort.sample(self.fraction)
+        state = self._settle(state, chosen)
+        state, theta, report = self._exchange(state, chosen)  # lines 5-12
+        state, split = self._splits(state, cohort)  # lines 13-19, at the models that the updates were made at
+        after = state._replace(theta=theta)
+        for c, halves in split.items():
+            after = self._split(after, c, take(state.theta, c), halves)
+        after = self._judge(after, cohort)
+        return after._replace(round=state.round + 1), report
+
+    def step(self, task: Task) -> ClientStep:
+        """Lines 7 and 8 at one client: train the model that was sent, and send what has changed."""
+        disguise = self._disguise(shapes_of(task.init(Key.of(0))))
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            theta = disguise.take_off(sent["theta"])
+            own = pick(local.data, local.draws["rows"]) if self.holdout else local.data
+            rows, batches = (local.data, local.draws["batches"]) if self.batch else (own, None)
+            end, loss = local_update(task, theta, rows, lr=sent["lr"], tau=self.tau, batches=batches)
+            delta = disguise.put_on(tree_map(torch.sub, end, theta))
+            fine = torch.stack([torch.isfinite(x).all() for x in delta.values()]).all()
+            delta = tree_map(lambda x: torch.where(fine, x, 0.0), delta)  # a client that diverged spoils no sum
+            weight = torch.where(fine, self.weight(local.data), 0.0)
+            note = {"loss": loss, "held": self._held(task, theta, local), "weight": weight}
+            if self.compare == "gradient":
+                note["vector"] = self._vector(disguise.put_on(mean_gradient(task, theta, own)))
+            elif self.sketch:
+                note["vector"] = self._vector(delta)
+            return Reply(delta, weight, sent["label"], note)
+
+        def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
+            held, rows = hold_out(n, self.holdout, key)
+            batches = self.draw_batches(len(rows), key, when)
+            drawn = {"held": held, "rows": rows} if self.holdout else {}
+            return drawn if batches is None else {**drawn, "batches": among(rows, batches)}
+
+        return ClientStep(run, draw if self.holdout or self.batch else None)
+
+    def models(self, state: State) -> Params:
+        """The leaves' models, in the clear: what the clients make of the server's answer."""
+        return self._disguise(state.shapes).take_off_each(state.theta)
+
+    def labels(self, state: State) -> Tensor:
+        """Every client's leaf; -1 for a client that waits at an inner node."""
+        cluster = torch.full((max(state.tree) + 1,), -1)
+        cluster[list(state.leaves)] = torch.arange(len(state.leaves))
+        return cluster[state.node]
+
+    def place(self, state: State, cohort: Cohort) -> Tensor:
+        """The leaf of every client: where it is known to be, or, on other rows than those it trains on, Algorithm 4."""
+        known = state.node[cohort.clients] if cohort.part == "train" else torch.full((len(cohort),), ROOT)
+        return self.labels(state._replace(node=self._walk(state, cohort, known)))
+
+    def assign(self, state: State, task: Task, data: Data) -> int:
+        """Algorithm 4: walk down the tree, always to the branch with the most similar update."""
+        v, step, n = ROOT, self.step(task), len(data.x)  # line 2
+        draws = step.draw(n, Key.of(0), (0,)) if step.draw else {}
+        local = Local(data, tree_map(lambda x: x.to(data.x.device), draws), ())
+        while state.tree[v].children:  # lines 3-13
+            reply = step.run({"theta": state.tree[v].theta, **self._terms(state, v)}, local)
+            v = self._branch(state, v, self._compared(tree_map(lambda x: x[None], reply)))[0]
+        return state.leaves.index(v)
+
+    def tree(self, state: State) -> ParameterTree:
+        """The parameter tree, with models in the clear."""
+        disguise, models = self._disguise(state.shapes), self.models(state)
+        labels, leaves = self.labels(state), {v: c for c, v in enumerate(state.leaves)}
+
+        def model(v: int, node: Node) -> Params:
+            theta = take(models, leaves[v]) if v in leaves else disguise.take_off(node.theta)
+            return tree_map(torch.Tensor.cpu, theta)
+
+        return ParameterTree({
+            v: Branch(
+                parent=None if node.parent < 0 else node.parent,
+                children=node.children,
+                clients=((labels == leaves[v]).nonzero().flatten() if v in leaves else node.clients).tolist(),
+                cluster=leaves.get(v),
+                round=node.since + 1,
+                cross=node.cross if node.children else None,
+                model=model(v, node),
+            )
+            for v, node in state.tree.items()
+        })  # fmt: skip
+
+    # --- what is exchanged ----------------------------------------------------------------------------------------
+
+    def _exchange(self, state: State, chosen: Cohort) -> tuple[State, Params, Report]:
+        """Lines 5 to 12: every client trains its leaf's model. What the server then knows, and the new models."""
+        at, k = chosen.clients, len(state.leaves)
+        label = self.labels(state)[at]
+        sent = {"theta": state.theta, "lr": self.step_size(state.round).expand(k), "label": torch.arange(k)}
+        if self.sketch:
+            sums = chosen.combine(self.step, sent, slots=k, rows=label)
+            vectors = sums.note["vector"]
+        else:
+            reply = chosen.gather(self.step, sent, rows=label)
+            sums, vectors = slot_sum(reply, k), self._compared(reply)
+        usable = self._usable(state, chosen, vectors, sums.note["weight"])
+        theta = tree_map(torch.add, state.theta, slot_mean(sums, otherwise=tree_map(torch.zeros_like, state.theta)))
+        told = state._replace(
+            updates=_put(state.updates, at[usable], vectors[usable.to(vectors.device)]),
+            heard=_put(state.heard, at[usable], torch.full((int(usable.sum()),), state.round)),
+            weight=_put(state.weight, at, sums.note["weight"]),
+            held=_put(state.held, at, sums.note["held"]),
+        )
+        lengths = told.updates.norm(dim=1)
+        longest = [lengths[own].max() if len(own := self._fresh(told, v)) else told.peak[0] * 0 for v in told.leaves]
+        loss = sums.note["loss"]
+        fine = torch.isfinite(loss) & (sums.note["weight"] > 0)
+        told = told._replace(peak=told.peak.maximum(torch.stack(longest)))
+        return told, theta, Report(at[fine.cpu()], loss[fine])
+
+    def _usable(self, state: State, chosen: Cohort, vectors: Tensor, weight: Tensor) -> Tensor:
+        """Which participants' updates can be compared. Others are kept out, never taken for zeros, and named."""
+        finite = (weight > 0) & torch.isfinite(vectors).all(1)
+        usable = (finite & (vectors != 0).any(1)).cpu()
+        for i in (~usable).nonzero().flatten().tolist():
+            client = int(chosen.clients[i])
+            if state.heard[client] >= state.round - 1:  # it is named when it falls out, not in every round
+                what = "all zero" if finite[i] else "not finite"
+                name = chosen.federation.name(client)
+                chosen.tell(f"CFL: round {state.round + 1}: {name} is kept out of splits: its update is {what}")
+        return usable
+
+    def _compared(self, reply: Reply) -> Tensor:
+        """What the server compares of every reply (c, …)."""
+        return reply.note["vector"] if "vector" in reply.note else flat(reply.update)
+
+    def _vector(self, params: Params) -> Tensor:
+        """A client's update or gradient as it is sent for comparison."""
+        vector = flat(params, axes=0)
+        return sketch(vector, self.sketch) if self.sketch else vector
+
+    def _held(self, task: Task, theta: Params, local: Local) -> Tensor:
+        """The loss of a model on the rows that the client holds out, infinite if it holds out none."""
+        if not self.holdout:
+            return torch.full((), torch.inf)
+        rows = local.draws["held"]
+        return torch.where((rows >= 0).any(), mean_loss(task, theta, pick(local.data, rows)), torch.inf)
+
+    def _disguise(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Disguise:
+        return Disguise(self.privacy, self.secret, tuple((name, tuple(shape)) for name, shape in shapes))
+
+    def _settle(self, state: State, chosen: Cohort) -> State:
+        """Clients that wait at an inner node are placed once they are heard."""
+        found = self._walk(state, chosen, state.node[chosen.clients])
+        return state._replace(node=_put(state.node, chosen.clients, found))
+
+    def _walk(self, state: State, cohort: Cohort, at: Tensor) -> Tensor:
+        """Algorithm 4 for many clients at once, from the nodes that they are at down to leaves."""
+        at, depth = at.clone(), 0
+        while len(waiting := torch.tensor([i for i, v in enumerate(at.tolist()) if state.tree[v].children])):
+            inner, rows = at[waiting].unique(return_inverse=True)
+            theta = stack([state.tree[v].theta for v in inner.tolist()])
+            terms = stack([self._terms(state, v) for v in inner.tolist()])
+            reply = cohort.only(waiting).fold(depth).gather(self.step, {"theta": theta, **terms}, rows=rows)
+            vectors, depth = self._compared(reply), depth + 1
+            for j, v in enumerate(inner.tolist()):
+                own = (rows == j).nonzero().flatten()
+                at[waiting[own]] = torch.tensor(self._branch(state, v, vectors[own.to(vectors.device)]))
+        return at
+
+    def _terms(self, state: State, v: int) -> dict[str, Tensor]:
+        """The step size with which the clients of an inner node made the updates it was split by."""
+        since = state.tree[state.tree[v].children[0]].since
+        return {"lr": self.step_size(since), "label": torch.tensor(0)}
+
+    def _branch(self, state: State, v: int, vectors: Tensor) -> list[int]:
+        """Algorithm 4, lines 6 to 12: the child whose clients' updates hold the most similar one."""
+        first, second = state.tree[v].children
+        unit = torch.nn.functional.normalize(vectors)
+
+        def most(child: int) -> Tensor:
+            return (unit @ torch.nn.functional.normalize(state.tree[child].updates.to(unit)).T).max(1).values
+
+        return torch.where(most(first) > most(second), first, second).tolist()
+
+    # --- splitting ------------------------------------------------------------------------------------------------
+
+    def _splits(self, state: State, cohort: Cohort) -> tuple[State, dict[int, Cut]]:
+        """Lines 13 to 18: the leaves that are to be split, and how."""
+        cuts, tree = {}, dict(state.tree)
+        for c, v in enumerate(state.leaves):
+            clients = self._fresh(state, v)
+            if len(clients) < 2 or not self._disagree(state, c, clients):
+                continue
+            updates, told = state.updates[clients], f"CFL: round {state.round + 1}: cluster {c} is"
+            halves = bipartition(cosines(updates), self.linkage)  # lines 14 and 15
+            second = torch.from_numpy(halves.second)
+            if reason := self._unsafe(updates, second, halves.cross):
+                if not tree[v].warned:
+                    cohort.tell(f"{told} not split: {reason}")
+                tree[v] = tree[v]._replace(warned=True)
+                continue
+            cuts[c] = Cut(clients[~second], clients[second], halves.cross)
+            sizes = f"{len(cuts[c].first)} and {len(cuts[c].second)} clients"
+            cohort.tell(f"{told} split into {sizes} (α_cross = {halves.cross:.3f})")
+        return state._replace(tree=tree), cuts
+
+    def _fresh(self, state: State, v: int) -> Tensor:
+        """A leaf's clients whose last update is not too old and was made since the leaf is there."""
+        young = state.heard >= max(state.round - self.max_age, state.tree[v].since + 1)
+        return ((state.node == v) & young).nonzero().flatten()
+
+    def _disagree(self, state: State, c: int, clients: Tensor) -> bool:
+        """Line 13: whether the cluster is near a stationary point (32) while its clients are not (33)."""
+        node = state.tree[state.leaves[c]]
+        if node.refused or (self.holdout and node.parent >= 0 and state.round - node.since <= self.trial):
+            return False
+        if self.schedule:
+            return state.round + 1 in self.schedule
+        updates, weight = state.updates[clients], state.weight[clients]
+        mean = float((weight @ updates / weight.sum()).norm())
+        longest = float(updates.norm(dim=1).max())
+        relative = self.thresholds == "relative"
+        near = self.eps1 * longest if relative else self.eps1
+        far = self.eps2 * float(state.peak[c]) if relative else self.eps2
+        return mean < near and longest > far
+
+    def _unsafe(self, updates: Tensor, second: Tensor, cross: float) -> str | None:
+        """Why a split is not to be trusted, by line 17 and by chance."""
+        margin = max(0.0, (1 - cross) / 2) ** 0.5
+        if margin < SAME:
+            return "all updates point the same way"
+        if margin <= self.gamma_max:  # (39)
+            return f"√((1 - α_cross) / 2) is {margin:.3f}, not above gamma_max = {self.gamma_max:g}"
+        if (times := contrast(updates, second)) < self.contrast:
+            return f"the halves are {times:.1f} times as far apart as by chance, less than {self.contrast:g}"
+        return None
+
+    def _split(self, state: State, c: int, theta: Params, cut: Cut) -> State:
+        """Line 18: the leaf becomes an inner node with its stationary model, from which both halves go on."""
+        v, new = state.leaves[c], max(state.tree) + 1
+        tree, node, before = dict(state.tree), state.node, state.before
+        tree[v] = tree[v]._replace(children=(new, new + 1), theta=theta, cross=cut.cross)
+        for child, clients in ((new, cut.first), (new + 1, cut.second)):
+            tree[child] = Node(v, (), {}, clients, state.updates[clients], state.round, 1.0, False, False)
+            node = _put(node, clients, torch.full_like(clients, child))
+            before = _put(before, clients, state.held[clients])
+        return state._replace(
+            theta=tree_map(lambda x, own: torch.cat([x[:c], own[None], x[c + 1 :], own[None]]), state.theta, theta),
+            leaves=(*state.leaves[:c], new, *state.leaves[c + 1 :], new + 1),
+            peak=torch.cat([state.peak, state.peak[c : c + 1]]),
+            tree=tree, node=node, before=before,
+        )  # fmt: skip
+
+    def _judge(self, state: State, cohort: Cohort) -> State:
+        """Undo splits under which clients do worse on the rows that they hold out than under the model before."""
+        for v, parent in list(state.tree.items()):
+            since = state.tree[parent.children[0]].since if parent.children else state.round
+            if not self.holdout or state.round - since != self.trial:
+                continue
+            members = torch.isin(state.node, torch.tensor(parent.children)) & (state.heard > since)
+            members &= (torch.isfinite(state.held) & torch.isfinite(state.before)).cpu()
+            weight = state.weight[members] / state.weight[members].sum()
+            now, before = (float(weight @ loss[members]) for loss in (state.held, state.before))
+            if now > before:
+                cohort.tell(
+                    f"CFL: round {state.round + 1}: a split is undone: the held-out loss of its clients went up from "
+                    f"{before:.4g} to {now:.4g}"
+                )
+                state = self._undo(state, v)
+        return state
+
+    def _undo(self, state: State, v: int) -> State:
+        """Make an inner node a leaf again, with the model that it had; it is not split another time."""
+        parent = state.tree[v]
+        c, gone = (state.leaves.index(child) for child in parent.children)
+        keep = [j for j in range(len(state.leaves)) if j != gone]
+        tree = {u: node for u, node in state.tree.items() if u not in parent.children}
+        tree[v] = parent._replace(children=(), theta={}, cross=1.0, refused=True)
+        leaves = list(state.leaves)
+        leaves[c] = v
+        return state._replace(
+            theta=tree_map(lambda x, own: torch.cat([x[:c], own[None], x[c + 1 :]])[keep], state.theta, parent.theta),
+            leaves=tuple(leaves[j] for j in keep),
+            peak=state.peak[keep],
+            tree=tree,
+            node=torch.where(torch.isin(state.node, torch.tensor(parent.children)), v, state.node),
+        )
+
+    def _check(self, cohort: Cohort) -> None:
+        if cohort.population < 2:
+            raise ValueError(f"CFL: at least 2 clients are needed to compare, got {cohort.population}")
+        if self.gamma_max >= 1:
+            raise ValueError(f"CFL: gamma_max must be at least 0 and below 1, got {self.gamma_max:g}")
+        if early := [t for t in self.schedule if t < 1]:
+            raise ValueError(f"CFL: schedule holds round {early[0]}, but the first round is 1")
+
+
+def contrast(updates: Tensor, second: Tensor) -> float:
+    """How far apart the means of two halves are, squared, over what the scatter within the halves gives by chance.
+
+    About 1 for halves of clients that differ by noise only. Infinite for two single clients, which show no scatter.
+
+    Example:
+        >>> noise = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
+        >>> half = torch.arange(20) < 10
+        >>> round(contrast(noise, half)), round(contrast(noise + half[:, None], half))
+        (1, 6)
+    """
+    a, b = updates[~second.to(updates.device)], updates[second.to(updates.device)]
+    if len(updates) < 3:
+        return torch.inf
+    scatter = sum((x - x.mean(0)).square().sum() for x in (a, b)) / (len(updates) - 2)
+    return float((a.mean(0) - b.mean(0)).square().sum() / (scatter * (1 / len(a) + 1 / len(b))))
+
+
+def _put(whole: Tensor, at: Tensor, rows: Tensor) -> Tensor:
+    """A copy of `whole` with these rows at these places."""
+    return whole.index_copy(0, at.to(whole.device), rows.to(whole))
