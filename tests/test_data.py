@@ -1,5 +1,7 @@
 import gzip
 import hashlib
+import io
+import tarfile
 
 import numpy as np
 import pytest
@@ -7,13 +9,20 @@ import torch
 
 import coterie as ct
 from coterie.config import build_federation
+from coterie.data import cifar
 from coterie.data.mnist import _idx
 from coterie.data.source import fetch, folder
 from coterie.data.synthetic import linear_truth
 
-needs_mnist = pytest.mark.skipif(
-    not (folder() / "mnist" / "train-images-idx3-ubyte.gz").exists(), reason="MNIST is not in the data folder"
-)
+
+def needs(name, file):
+    return pytest.mark.skipif(not (folder() / file).exists(), reason=f"{name} is not in the data folder")
+
+
+needs_mnist = needs("MNIST", "mnist/train-images-idx3-ubyte.gz")
+needs_cifar10 = needs("CIFAR-10", "cifar-10-batches-bin/test_batch.bin")
+needs_ag_news = needs("AG News", "ag_news_csv/train.csv")
+needs_newsgroups = needs("20 Newsgroups", "20news-bydate/20news-bydate-train")
 
 
 def same(a, b):
@@ -51,6 +60,29 @@ def test_permuted_and_swapped_labels():
 def test_groups_multiply_where_changes_compose():
     both = ct.data.permute_labels(ct.data.rotate(ct.data.digits(12), 2), 3)
     assert both.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_keep_labels_shares_the_labels_out_and_leaves_the_groups():
+    plain = ct.data.rotated_digits(12, seed=0)
+    kept = ct.data.keep_labels(plain, blocks=3)
+    assert torch.equal(kept.groups, plain.groups)
+    for part in ("train", "test"):
+        for i in range(12):
+            x, y = plain.split(part).client(i)
+            own = torch.isin(y, torch.tensor([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]][i % 3]))
+            assert torch.equal(kept.split(part).client(i)[0], x[own])
+            assert torch.equal(kept.split(part).client(i)[1], y[own])
+    assert same(build_federation(kept.source), kept)
+
+
+def test_deal_by_rows():
+    x, y = torch.arange(100.0)[:, None], torch.arange(100)
+    some = ct.data.deal(x, y, x[:9], y[:9], clients=4, seed=1, copies=2, rows=30)
+    assert some.train.sizes.tolist() == [30] * 4 and some.test.sizes.tolist() == [5, 4, 5, 4]
+    whole = ct.data.deal(x, y, x[:9], y[:9], clients=4, seed=1, copies=2)
+    assert torch.equal(some.test.x, whole.test.x)
+    for first in (0, 2):
+        assert len(torch.cat([some.train.client(i)[1] for i in (first, first + 1)]).unique()) == 60
 
 
 @pytest.mark.parametrize("alpha", [1e-4, 0.1, 100.0])
@@ -99,6 +131,15 @@ def test_linear_mixture_is_what_it_says():
         (lambda: ct.data.linear_mixture(4, 3, 2, groups=0), "groups must be at least 1, got 0"),
         (lambda: ct.data.rotated_digits(4, groups=0), "groups must be 1 to 4"),
         (lambda: ct.data.dirichlet(ct.data.digits(2), alpha=0), "alpha must be above 0, got 0"),
+        (lambda: ct.data.keep_labels(ct.data.digits(4), 11), "blocks must be 1 to 10, the classes there are, got 11"),
+        (
+            lambda: ct.data.keep_labels(ct.Federation.from_clients([(torch.zeros(2, 1), [0, c]) for c in (9, 4)])),
+            "client 1 has no train rows with labels [5, 6, 7, 8, 9]",
+        ),
+        (
+            lambda: ct.data.deal(*[torch.zeros(9)] * 4, clients=2, seed=0, rows=5),
+            "rows must be 1 to 4, for 9 rows are dealt to 2 clients, got 5",
+        ),
         (lambda: ct.data.mixture(ct.data.digits(2), p=2), "p must be between 0 and 1, got 2"),
     ],
 )
@@ -117,6 +158,156 @@ def test_rotated_mnist_is_the_papers():
     assert float(turned.max()) <= 1.0
     tests = federation.test.x.reshape(4, 6, 10_000, 784)  # every test image occurs six times in every rotation
     assert torch.equal(tests[0, 0], tests[0, 5])
+
+
+@needs_mnist
+def test_mnist_by_rows():
+    federation = ct.data.mnist(20, seed=1, rows=100)
+    assert federation.train.sizes.tolist() == [100] * 20 and federation.test.sizes.tolist() == [500] * 20
+    assert federation.source == {"name": "mnist", "clients": 20, "seed": 1, "rows": 100}
+    with pytest.raises(ValueError, match="rows must be 1 to 3000"):
+        ct.data.mnist(20, rows=3001)
+
+
+@needs_cifar10
+def test_cifar10_is_standardised():
+    federation = ct.data.cifar10(20, rows=500)
+    assert federation.train.x.shape == (10_000, 3, 32, 32) and federation.train.x.dtype == torch.float32
+    assert federation.test.sizes.tolist() == [500] * 20 and federation.test.y.bincount().tolist() == [1000] * 10
+    assert float(federation.train.x.mean((0, 2, 3)).abs().max()) < 0.02
+    assert federation.train.x.std((0, 2, 3)).tolist() == pytest.approx([1, 1, 1], abs=0.02)
+
+
+def records(labels):
+    """A file of CIFAR-10: image i is all i."""
+    images = np.arange(len(labels), dtype=np.uint8)[:, None].repeat(3072, 1)
+    return np.concatenate([np.array(labels, np.uint8)[:, None], images], 1).tobytes()
+
+
+def archive_of_cifar10(tmp_path, labels):
+    with tarfile.open(tmp_path / "home.tar.gz", "w:gz") as archive:
+        for name in cifar._FILES:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(records(labels))
+            archive.addfile(entry, io.BytesIO(records(labels)))
+    return (tmp_path / "home.tar.gz").as_uri(), hashlib.md5((tmp_path / "home.tar.gz").read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def small_cifar10(tmp_path, monkeypatch):
+    """An archive with four images a file at its public home."""
+    url, digest = archive_of_cifar10(tmp_path, [9, 1, 2, 3])
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path / "data"))
+    for name, value in (("_URL", url), ("_MD5", digest), ("_RECORDS", 4)):
+        monkeypatch.setattr(cifar, name, value)
+    return tmp_path / "data" / "cifar-10-batches-bin"
+
+
+def test_cifar10_is_downloaded_and_read_by_record(small_cifar10):
+    federation = ct.data.cifar10(2)
+    assert sorted(file.name for file in small_cifar10.iterdir()) == sorted(f.split("/")[1] for f in cifar._FILES)
+    number = ((federation.train.x * 0.2470 + 0.4914) * 255)[:, 0, 0, 0].round().long()  # which image it is
+    assert torch.equal(torch.tensor([9, 1, 2, 3])[number], federation.train.y)
+    (small_cifar10 / "test_batch.bin").write_bytes(records([0, 0, 0, 0]))
+    assert ct.data.cifar10(2).test.y.tolist() == [0] * 4  # a file that is there is left alone
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"short", "has 5 bytes, but 4 images of 3,073 bytes"),
+        (records([0, 1, 2, 10]), "label 10, the last should be 9"),
+    ],
+)
+def test_a_damaged_file_of_cifar10_is_named(small_cifar10, content, message):
+    small_cifar10.mkdir(parents=True)
+    (small_cifar10 / "data_batch_3.bin").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        ct.data.cifar10(2)
+    assert "data_batch_3.bin" in str(error.value) and message in str(error.value)
+
+
+def test_a_wrong_archive_of_cifar10_is_refused(small_cifar10, monkeypatch):
+    monkeypatch.setattr(cifar, "_MD5", "0" * 32)
+    with pytest.raises(ValueError, match="is not the file it should be: its md5 is"):
+        ct.data.cifar10(2)
+    assert not small_cifar10.exists()
+
+
+@needs_ag_news
+def test_ag_news_by_topic():
+    federation = ct.data.ag_news(8, seed=0, pool=True)
+    assert federation.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert federation.train.x.shape[1:] == federation.train.y.shape[1:] == (20,)
+    assert federation.train.x.dtype == torch.int64 and int(federation.train.x.max()) == 4999
+    assert torch.equal(federation.train.client(3)[0][5, 1:], federation.train.client(3)[1][5, :-1])
+    assert 0.08 < len(federation.test.x) / len(federation.train.x) < 0.14
+    assert same(build_federation(federation.source), federation)
+    assert not same(ct.data.ag_news(8, seed=1, pool=True), federation)
+
+
+@needs_newsgroups
+def test_newsgroups_by_topic():
+    federation = ct.data.newsgroups(4, words=1000, length=10)
+    assert federation.groups.tolist() == [0, 1, 2, 3] and federation.train.x.shape[1:] == (10,)
+    assert int(federation.train.y.max()) == 999 and int(federation.test.sizes.min()) > 1000
+
+
+def write_ag_news(folder, rows=2):
+    """Every document of class c is "c c.": four words with its end."""
+    (folder / "ag_news_csv").mkdir(parents=True)
+    for part in ("train", "test"):
+        lines = [f'"{c}","{"abcd"[c - 1]}","{"abcd"[c - 1]}."\n' for c in range(1, 5)] * rows
+        (folder / "ag_news_csv" / f"{part}.csv").write_text("".join(lines))
+
+
+def test_windows_of_words_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    write_ag_news(tmp_path)
+    federation = ct.data.ag_news(4, words=6, length=3)
+    for i, word in enumerate((3, 4, 5, 0)):  # 1 ends a document, 2 is the full stop; d is not among the six
+        x, y = federation.train.client(i)
+        assert x.tolist() == [[word, word, 2], [1, word, word]] and y.tolist() == [[word, 2, 1], [word, word, 2]]
+
+
+def test_pooled_documents_are_tested_on_every_tenth(tmp_path, monkeypatch):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    write_ag_news(tmp_path, rows=10)
+    federation = ct.data.ag_news(4, length=1, pool=True)
+    assert federation.train.sizes.tolist() == [18 * 4 - 1] * 4 and federation.test.sizes.tolist() == [2 * 4 - 1] * 4
+
+
+def test_headers_and_quotations_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    for part in ("train", "test"):
+        for group in ("comp.graphics", "rec.autos", "sci.med", "alt.atheism", "misc.forsale"):
+            home = tmp_path / "20news-bydate" / f"20news-bydate-{part}" / group
+            home.mkdir(parents=True)
+            (home / "1").write_text(f"From: me\nNewsgroups: {group}\n\n> quoted words\nown, own\n", encoding="latin-1")
+    federation = ct.data.newsgroups(4, length=3)
+    assert federation.train.sizes.tolist() == [1] * 4
+    assert federation.train.x.tolist() == [[2, 3, 2]] * 4 and federation.train.y.tolist() == [[3, 2, 1]] * 4
+
+
+def test_news_that_is_not_there_says_where_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"ag_news_csv/train.csv is not in .* unpack https://"):
+        ct.data.ag_news(4)
+    with pytest.raises(ValueError, match=r"20news-bydate-train is not in .* unpack http://.*/20news-bydate, or set"):
+        ct.data.newsgroups(4)
+
+
+def test_news_that_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    write_ag_news(tmp_path)
+    with pytest.raises(ValueError, match="clients must be a positive multiple of 4, got 6"):
+        ct.data.ag_news(6)
+    with pytest.raises(ValueError, match="client 0: has no train rows"):
+        ct.data.ag_news(4, length=100)
+    with (tmp_path / "ag_news_csv" / "test.csv").open("a") as file:
+        file.write('"5","a","b"\n')
+    with pytest.raises(ValueError, match=r"test.csv: row 9 is not a class from 1 to 4"):
+        ct.data.ag_news(4)
 
 
 def test_a_damaged_data_file_is_refused(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
 import coterie as ct
+from coterie.config import build_task
 from coterie.key import Key
 from coterie.task import Data
+from coterie.tree import stack, take
 
 
 def rows(x, y):
@@ -93,3 +96,127 @@ def test_every_model_trains(model):
     run = ct.fit(ct.FedAvg(tau=2), ct.Task.classifier(model), federation, rounds=2)
     assert run.history[1]["loss"] < run.history[0]["loss"]
     model.load_state_dict(run.models[0])
+
+
+def sentences(clients=3, rows=6):
+    """Clients that count upwards from anywhere, modulo 7."""
+    g = torch.Generator().manual_seed(0)
+    start = torch.randint(7, (clients, rows, 1), generator=g)
+    words = (start + torch.arange(6)) % 7
+    return ct.Federation.from_clients([(own[:, :-1], own[:, 1:]) for own in words])
+
+
+def small_lstm():
+    return ct.models.LSTM(7, embedding=4, hidden=5, layers=2)
+
+
+def test_lstm_is_torchs():
+    ours, theirs = small_lstm(), nn.LSTM(4, 5, 2, batch_first=True)
+    with torch.no_grad():
+        for i in range(2):
+            getattr(theirs, f"weight_ih_l{i}").copy_(ours.inputs[i].weight)
+            getattr(theirs, f"bias_ih_l{i}").copy_(ours.inputs[i].bias)
+            getattr(theirs, f"weight_hh_l{i}").copy_(ours.recurrences[i].weight)
+            getattr(theirs, f"bias_hh_l{i}").zero_()
+        x = torch.randint(7, (3, 11))
+        expected = ours.head(theirs(ours.embedding(x))[0])
+        assert torch.allclose(ours(x), expected, atol=1e-6, rtol=0)
+
+
+def test_lstm_is_batched_over_clients():
+    task, data = ct.Task.language_model(small_lstm()), sentences().train
+    models = stack([task.init(Key.of(i)) for i in range(3)])
+    x, y = data.x.unflatten(0, (3, 6)), data.y.unflatten(0, (3, 6))
+
+    def slope(params, x, y):
+        return grad(lambda params: task.loss(params, rows(x, y)).mean())(params)
+
+    together = vmap(slope)(models, x, y)
+    for i in range(3):
+        alone = slope(take(models, i), x[i], y[i])
+        assert all(torch.allclose(together[n][i], alone[n], atol=1e-6) for n in alone)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_language_model_trains(executor):
+    task = ct.Task.language_model(small_lstm())
+    run = ct.fit(ct.FedAvg(tau=5, lr=1.0), task, sentences(), rounds=10, executor=executor)
+    assert run.scores.metric == "nats" and run.score < run.history[0]["nats"] < 2.2
+    data = sentences().train
+    loss = task.loss(run.models[0], rows(data.x, data.y))
+    out = functional_call(small_lstm(), run.models[0], (data.x,)).transpose(1, 2)
+    assert torch.allclose(loss, nn.functional.cross_entropy(out, data.y, reduction="none").mean(1), atol=1e-6)
+    again = build_task(task.spec)
+    assert torch.equal(again.loss(run.models[0], rows(data.x, data.y)), loss)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (torch.zeros(2, 5), "the next words must be whole numbers"),
+        (torch.zeros(2, dtype=torch.long), "the next words must be whole numbers, some per row"),
+        (torch.zeros(2, 4, dtype=torch.long), "logits of shape (5, 7), the next words have (4,)"),
+        (torch.full((2, 5), 7), "the next words run from 7 to 7, but the model has words 0 to 6"),
+    ],
+)
+def test_words_that_the_model_cannot_take(y, message):
+    task = ct.Task.language_model(small_lstm())
+    assert message in task.check(rows(torch.zeros(2, 5, dtype=torch.long), y))
+
+
+def kinds():
+    x, g = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    words = torch.randint(7, (6, 6), generator=g)
+    return {
+        "classifier": (ct.Task.classifier(ct.models.MLP(4, 3, 2)), rows(x, torch.arange(6) % 2)),
+        "regressor": (ct.Task.regressor(ct.models.Linear(4, 1)), rows(x, torch.arange(6.0))),
+        "language_model": (ct.Task.language_model(small_lstm()), rows(words[:, :-1], words[:, 1:])),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_an_ensemble_of_one_is_the_model(kind):
+    task, data = kinds()[kind]
+    ensemble, theta = task.ensemble(), task.init(Key.of(3))
+    alone = ensemble.init(Key.of(3))
+    assert all(torch.equal(alone[n], stack([theta])[n]) for n in theta)
+    assert torch.allclose(ensemble.loss(alone, data), task.loss(theta, data), atol=1e-6)
+    assert torch.allclose(ensemble.score(alone, data), task.score(theta, data), atol=1e-6)
+    assert ensemble.metric == task.metric and ensemble.check(data) is None
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_an_ensemble_of_two_by_hand(kind):
+    task, data = kinds()[kind]
+    models = [task.init(Key.of(i)) for i in range(2)]
+    loss = task.ensemble().loss(stack(models), data)
+    if kind == "classifier":  # the mean of the probabilities of the label
+        expected = -torch.stack([(-task.loss(theta, data)).exp() for theta in models]).mean(0).log()
+    elif kind == "regressor":
+        outs = [functional_call(ct.models.Linear(4, 1), theta, (data.x,))[:, 0] for theta in models]
+        expected = (sum(outs) / 2 - data.y).square()
+    else:
+        outs = [functional_call(small_lstm(), theta, (data.x,)).softmax(-1) for theta in models]
+        expected = -(sum(outs) / 2).gather(-1, data.y[..., None])[..., 0].log().mean(1)
+    assert torch.allclose(loss, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_an_ensemble_is_batched_over_clients(kind):
+    task, data = kinds()[kind]
+    ensemble = task.ensemble()
+    pairs = stack([stack([task.init(Key.of(2 * i + j)) for j in range(2)]) for i in range(3)])
+
+    def slope(params):
+        return grad(lambda params: ensemble.loss(params, data).mean())(params)
+
+    together = vmap(slope)(pairs)
+    for i in range(3):
+        alone = slope(take(pairs, i))
+        assert all(torch.allclose(together[n][i], alone[n], atol=1e-6) for n in alone)
+
+
+def test_an_ensemble_has_no_ensemble():
+    task = ct.Task.classifier(ct.models.Linear(4, 2)).ensemble()
+    with pytest.raises(ValueError, match="only a task made from a module"):
+        task.ensemble()

@@ -17,7 +17,7 @@ from coterie.settings import check_type, nearest_name, to_plain, validate
 from coterie.task import Task
 
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations")
-TASKS = {"classifier": Task.classifier, "regressor": Task.regressor}
+TASKS = {"classifier": Task.classifier, "regressor": Task.regressor, "language_model": Task.language_model}
 
 
 @dataclasses.dataclass(frozen=True)

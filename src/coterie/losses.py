@@ -10,6 +10,11 @@ def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
     return out.logsumexp(-1) - out.gather(-1, y[..., None])[..., 0]
 
 
+def word_cross_entropy(out: Tensor, y: Tensor) -> Tensor:
+    """The mean over the positions of -log of the probability that the logits (n, length, words) give the word."""
+    return cross_entropy(out, y).mean(-1)
+
+
 def squared_error(out: Tensor, y: Tensor) -> Tensor:
     """(y - f(x))², summed over the outputs; a single output may come with targets of shape (n,)."""
     return (out.reshape(y.shape) - y).square().flatten(1).sum(1) if y.dim() > 1 else (out[..., 0] - y).square()

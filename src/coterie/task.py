@@ -1,8 +1,9 @@
-"""A task: how a model starts, what it loses on a row, how it scores. Classifiers and regressors differ only here."""
+"""A task: how a model starts, what it loses on a row, how it scores. Kinds of model differ only here."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coterie.key import Key
-from coterie.losses import cross_entropy, squared_error
+from coterie.losses import cross_entropy, squared_error, word_cross_entropy
 from coterie.split import FirstLinear, split_first_linear
-from coterie.tree import Params
+from coterie.tree import Params, leaves, take
 
 
 class Data(NamedTuple):
@@ -25,6 +26,10 @@ class Data(NamedTuple):
     mask: Tensor  # 1 for a real row, 0 for padding
 
 
+def _no_ensemble() -> Task:
+    raise ValueError("Task: only a task made from a module knows how to mix the outputs of models")
+
+
 @dataclass(frozen=True)
 class Task:
     """Three pure functions, and the name of the score.
@@ -33,9 +38,12 @@ class Task:
         init: `init(key) -> Params`, a freshly drawn model.
         loss: `loss(params, data) -> (n,)`, one value per row.
         score: `score(params, data) -> (n,)`, what an analyst would look at, one value per row.
-        metric: What the mean of `score` is called: "accuracy", "mse".
+        metric: What the mean of `score` is called: "accuracy", "mse", "nats".
         check: `check(data)` says what is wrong with rows, None if they suit the model.
         split: `split(x)` takes the model apart after a linear first layer, for executors; None if it has none.
+        ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
+            `coterie.tree.stack` makes them, and its loss and score are those of the models' mixed output: the mean
+            of the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
         spec: A plain description from which the command line can build the task again; empty for a user's module.
 
     Example:
@@ -52,6 +60,7 @@ class Task:
     metric: str
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
     split: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
+    ensemble: Callable[[], Task] = field(default=_no_ensemble, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -63,6 +72,7 @@ class Task:
             score=lambda out, y: (out.argmax(-1) == y).float(),
             metric="accuracy",
             check=_check_labels,
+            mix=_mean_probability,
             spec={"kind": "classifier", **_spec(module)},
         )
 
@@ -79,6 +89,22 @@ class Task:
         )
 
     @classmethod
+    def language_model(cls, module: nn.Module) -> Task:
+        """Cross-entropy of the next word for a module that returns one logit per word at every position.
+
+        The loss of a row is the mean over its positions; the score is the same, in nats per word.
+        """
+        return cls.from_module(
+            module,
+            loss=word_cross_entropy,
+            score=word_cross_entropy,
+            metric="nats",
+            check=_check_words,
+            mix=_mean_probability,
+            spec={"kind": "language_model", **_spec(module)},
+        )
+
+    @classmethod
     def from_module(
         cls,
         module: nn.Module | Callable[[], nn.Module],
@@ -86,6 +112,7 @@ class Task:
         score: Callable[[Tensor, Tensor], Tensor],
         metric: str,
         check: Callable[[Tensor, Tensor], str | None] = lambda out, y: None,
+        mix: Callable[[Tensor], Tensor] = lambda outs: outs.mean(0),
         spec: dict[str, Any] | None = None,
     ) -> Task:
         """A task from any `nn.Module`.
@@ -96,6 +123,7 @@ class Task:
             score: `score(output, y) -> (n,)`.
             metric: The name of the mean score.
             check: Looks at an output and the targets; returns what is wrong with them, or None.
+            mix: The outputs (j, n, …) of j models as one (n, …), for `ensemble`.
             spec: A plain description, for the run folder.
 
         Raises:
@@ -111,6 +139,19 @@ class Task:
 
         def forward(params: Params, data: Data) -> Tensor:
             return functional_call(skeleton, params, (data.x,))
+
+        def mixed(params: Params, data: Data) -> Tensor:
+            models = len(leaves(params)[0])
+            return mix(torch.stack([forward(take(params, j), data) for j in range(models)]))
+
+        def ensemble() -> Task:
+            return cls(
+                init=lambda key: {name: p[None] for name, p in init(key).items()},
+                loss=lambda params, data: loss(mixed(params, data), data.y),
+                score=lambda params, data: score(mixed(params, data), data.y),
+                metric=metric,
+                check=verify,
+            )
 
         def verify(rows: Data) -> str | None:
             try:
@@ -129,6 +170,7 @@ class Task:
             metric=metric,
             check=verify,
             split=lambda x: split_first_linear(build(), loss, x),
+            ensemble=ensemble,
             spec=spec or {},
         )
 
@@ -186,12 +228,28 @@ def _spec(module: nn.Module) -> dict[str, Any]:
     return {"model": module.spec} if hasattr(module, "spec") else {}
 
 
+def _mean_probability(outs: Tensor) -> Tensor:
+    """The log of the mean over models of the probabilities that their logits (j, n, …, classes) give."""
+    return outs.log_softmax(-1).logsumexp(0) - math.log(len(outs))
+
+
 def _check_labels(out: Tensor, y: Tensor) -> str | None:
     if y.is_floating_point() or y.dim() != 1:
         return f"labels must be whole numbers, one per row, got {y.dtype} of shape {tuple(y.shape)}"
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= out.shape[-1]:
         return f"labels run from {low} to {high}, but the model has classes 0 to {out.shape[-1] - 1}"
+    return None
+
+
+def _check_words(out: Tensor, y: Tensor) -> str | None:
+    if y.is_floating_point() or y.dim() != 2:
+        return f"the next words must be whole numbers, some per row, got {y.dtype} of shape {tuple(y.shape)}"
+    if out.shape[1:-1] != y.shape[1:]:
+        return f"the model gives logits of shape {tuple(out.shape[1:])}, the next words have {tuple(y.shape[1:])}"
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= out.shape[-1]:
+        return f"the next words run from {low} to {high}, but the model has words 0 to {out.shape[-1] - 1}"
     return None
 
 

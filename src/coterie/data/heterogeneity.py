@@ -109,6 +109,38 @@ def mixture(federation: Federation, p: float = 1.0, seed: int = 0) -> Federation
     return replace(federation, train=mixed(federation.train, 0), test=federation.test and mixed(federation.test, 1))
 
 
+@change
+def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
+    """Clients fall into equal blocks, each of which keeps only the rows of its own labels.
+
+    Such clients are unlike but congruent (the CFL paper's word): one model serves them all, so true groups stay what
+    they were. Every group there is gets all blocks.
+
+    Args:
+        federation: Whose rows are left out, of train and test.
+        blocks: Block b keeps the b-th part of the labels: of ten in two blocks 0 to 4, and 5 to 9.
+
+    Example:
+        >>> from coterie.data.digits import digits
+        >>> kept = keep_labels(digits(4))
+        >>> [kept.train.client(i)[1].unique().tolist() for i in (1, 2)], kept.groups.tolist()
+        ([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [0, 0, 0, 0])
+    """
+    classes = _classes(federation)
+    if not 1 <= blocks <= classes:
+        raise ValueError(f"keep_labels: blocks must be 1 to {classes}, the classes there are, got {blocks}")
+    part = _parts(federation, blocks)
+
+    def own(i: int, y: Tensor) -> Tensor:
+        return y * blocks // classes == part[i]
+
+    for i in range(len(federation)):
+        if not bool(own(i, federation.train.client(i)[1]).any()):
+            labels = [c for c in range(classes) if c * blocks // classes == part[i]]
+            raise ValueError(f"keep_labels: {federation.name(i)} has no train rows with labels {labels}")
+    return federation.map(lambda i, x, y: (x[own(i, y)], y[own(i, y)]))
+
+
 def _parts(federation: Federation, groups: int) -> Tensor:
     """Split every group there is into `groups` blocks of equal size: the block of each client."""
     if groups < 1:
@@ -129,9 +161,10 @@ def _cross(old: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _classes(federation: Federation) -> int:
-    if federation.train.y.is_floating_point():
-        raise ValueError("labels must be whole numbers, got floating point targets")
-    return int(federation.train.y.max()) + 1
+    y = federation.train.y
+    if y.is_floating_point() or y.dim() != 1:
+        raise ValueError(f"labels must be whole numbers, one per row, got {y.dtype} of shape {tuple(y.shape)}")
+    return int(y.max()) + 1
 
 
 def _relabel(federation: Federation, tables: Tensor) -> Federation:

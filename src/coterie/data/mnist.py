@@ -24,9 +24,15 @@ _FILES = {
 
 
 @dataset
-def mnist(clients: int, seed: int = 0) -> Federation:
-    """MNIST dealt to clients at random: one group."""
-    return deal(*_images(), clients=clients, seed=seed)
+def mnist(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
+    """MNIST dealt to clients at random: one group.
+
+    Args:
+        clients: m.
+        seed: Of the shuffling.
+        rows: Training images per client; None deals all 60,000.
+    """
+    return deal(*_images(), clients=clients, seed=seed, rows=rows)
 
 
 @dataset

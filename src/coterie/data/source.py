@@ -60,30 +60,55 @@ def fetch(name: str, url: str, sha256: str) -> Path:
     """The file `name` of the data folder, downloaded from its home and verified if it is not there."""
     path = folder() / name
     if not path.exists():
-        try:
-            with urllib.request.urlopen(url, timeout=60) as answer:
-                content = answer.read()
-        except OSError as error:
-            raise ValueError(
-                f"{name} is not in {folder()} and could not be downloaded from {url} ({error}); "
-                "set COTERIE_DATA to a folder that has it"
-            ) from error
-        _verify(content, sha256, url)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")  # torchrun's processes may all be fetching it
-        part.write_bytes(content)
-        part.replace(path)
-    _verify(path.read_bytes(), sha256, str(path))
+        keep(path, download(name, url, sha256))
+    _verify(path.read_bytes(), sha256, str(path), "sha256")
     return path
 
 
-def _verify(content: bytes, sha256: str, where: str) -> None:
-    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
-        raise ValueError(f"{where} is not the file it should be: its sha256 is {digest}, expected {sha256}")
+def download(name: str, url: str, digest: str, kind: str = "sha256") -> bytes:
+    """What lies at `url`, verified.
+
+    Args:
+        name: The file of the data folder that it is wanted for.
+        url: Its home.
+        digest: Of the content, in hexadecimal digits.
+        kind: Of the digest: a name that `hashlib` knows.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            content = answer.read()
+    except OSError as error:
+        raise ValueError(
+            f"{name} is not in {folder()} and could not be downloaded from {url} ({error}); "
+            "set COTERIE_DATA to a folder that has it"
+        ) from error
+    _verify(content, digest, url, kind)
+    return content
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # torchrun's processes may all be fetching it
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def _verify(content: bytes, digest: str, where: str, kind: str) -> None:
+    if (found := hashlib.new(kind, content, usedforsecurity=False).hexdigest()) != digest:
+        raise ValueError(f"{where} is not the file it should be: its {kind} is {found}, expected {digest}")
 
 
 def deal(
-    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, *, clients: int, seed: int, copies: int = 1
+    x: Tensor,
+    y: Tensor,
+    x_test: Tensor,
+    y_test: Tensor,
+    *,
+    clients: int,
+    seed: int,
+    copies: int = 1,
+    rows: int | None = None,
 ) -> Federation:
     """Deal rows out to clients, evenly and at random.
 
@@ -96,23 +121,26 @@ def deal(
         seed: Of the shuffling.
         copies: The clients fall into so many equal blocks, each of which is dealt all the rows, shuffled anew. The
             IFCA paper makes its rotated data so: every image occurs in every rotation.
+        rows: Training rows per client, the others being left out; None deals them all. Test rows are all dealt.
     """
     if copies < 1:
         raise ValueError(f"copies must be at least 1, got {copies}")
     if clients < 1 or clients % copies:
         raise ValueError(f"clients must be a positive multiple of {copies}, got {clients}")
-    if clients // copies > len(x):
-        raise ValueError(f"{len(x)} rows cannot be dealt to {clients // copies} clients")
+    if (per_copy := clients // copies) > len(x):
+        raise ValueError(f"{len(x)} rows cannot be dealt to {per_copy} clients")
+    if rows is not None and not 1 <= rows <= (most := len(x) // per_copy):
+        raise ValueError(f"rows must be 1 to {most}, for {len(x)} rows are dealt to {per_copy} clients, got {rows}")
 
-    def part(x: Tensor, y: Tensor, stream: int) -> Packed:
-        per_copy = clients // copies
+    def part(x: Tensor, y: Tensor, stream: int, used: int) -> Packed:
         order = [torch.randperm(len(x), generator=Key.of(seed).fold(stream, c).generator()) for c in range(copies)]
-        sizes = torch.cat([_even(len(x), per_copy) for _ in range(copies)])
-        rows = torch.cat(order)
-        return Packed(x[rows], y[rows], torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)]))
+        sizes = torch.cat([_even(used, per_copy) for _ in range(copies)])
+        picked = torch.cat([rows[:used] for rows in order])
+        return Packed(x[picked], y[picked], torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)]))
 
     groups = torch.zeros(clients, dtype=torch.long)
-    return Federation(part(x, y, 0), part(x_test, y_test, 1), groups)
+    used = len(x) if rows is None else per_copy * rows
+    return Federation(part(x, y, 0, used), part(x_test, y_test, 1, len(x_test)), groups)
 
 
 def _even(rows: int, clients: int) -> Tensor:

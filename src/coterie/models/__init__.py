@@ -4,8 +4,9 @@ from torch import nn
 
 from coterie.models.cnn import CNN
 from coterie.models.linear import Linear
+from coterie.models.lstm import LSTM
 from coterie.models.mlp import MLP
 
-MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "cnn": CNN}
+MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "cnn": CNN, "lstm": LSTM}
 
-__all__ = ["CNN", "MLP", "MODELS", "Linear"]
+__all__ = ["CNN", "LSTM", "MLP", "MODELS", "Linear"]

@@ -1,0 +1,66 @@
+"""CIFAR-10, from its binary version."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.data.source import dataset, deal, download, folder, keep
+from coterie.federation import Federation, Packed
+
+_URL, _MD5 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"
+_FILES = [f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
+_RECORDS, _SHAPE = 10_000, (3, 32, 32)  # images of a file; of each there is a byte for the label, then the pixels
+_MEANS, _DEVIATIONS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataset
+def cifar10(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
+    """CIFAR-10 dealt to clients at random: one group. Each colour has mean 0 and standard deviation 1.
+
+    Args:
+        clients: m.
+        seed: Of the shuffling.
+        rows: Training images per client; None deals all 50,000.
+    """
+    dealt = deal(*_images(), clients=clients, seed=seed, rows=rows)
+    return replace(dealt, train=_standardised(dealt.train), test=dealt.test and _standardised(dealt.test))
+
+
+def _standardised(part: Packed) -> Packed:
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (_MEANS, _DEVIATIONS))
+    return part._replace(x=part.x.float().div_(255).sub_(means).div_(deviations))
+
+
+def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The images as bytes: dealing copies them, and as numbers they are four times as large."""
+    _complete()
+    *train, test = (_records(name) for name in _FILES)
+    return torch.cat([x for x, _ in train]), torch.cat([y for _, y in train]), *test
+
+
+def _complete() -> None:
+    """Download what is not in the data folder."""
+    if not (missing := [name for name in _FILES if not (folder() / name).exists()]):
+        return
+    with tarfile.open(fileobj=io.BytesIO(download(missing[0], _URL, _MD5, "md5"))) as archive:
+        for name in missing:
+            content = archive.extractfile(name)
+            assert content is not None, name
+            keep(folder() / name, content.read())
+
+
+def _records(name: str) -> tuple[Tensor, Tensor]:
+    path = folder() / name
+    each = 1 + int(np.prod(_SHAPE))
+    if (size := path.stat().st_size) != _RECORDS * each:
+        raise ValueError(f"{path} has {size:,} bytes, but {_RECORDS:,} images of {each:,} bytes were expected")
+    raw = torch.from_numpy(np.fromfile(path, np.uint8)).reshape(_RECORDS, each)
+    if (label := int(raw[:, 0].max())) > 9:
+        raise ValueError(f"{path} is not a file of CIFAR-10: it has label {label}, the last should be 9")
+    return raw[:, 1:].reshape(-1, *_SHAPE), raw[:, 0].long()
