@@ -27,6 +27,7 @@ from coterie.task import Data, Task
 from coterie.tree import Params, flat, stack, take, to_device, tree_map
 
 ROOT = 0
+LOWER = 0.02  # a loss is clearly lower than another by this share of it
 SAME = 1e-3  # √((1 - α_cross) / 2) below which updates differ by rounding only
 
 
@@ -64,7 +65,9 @@ class State(NamedTuple):
     weight: Tensor  # how heavily it counts (m,)
     held: Tensor  # its loss then on the rows it holds out (m,), infinite if none
     before: Tensor  # the same under its parent's θ* (m,)
-    peak: Tensor  # the longest update of a client so far, by leaf (k,)
+    peak: Tensor  # the greatest mean length of its clients' updates since a leaf is there (k,)
+    best: Tensor  # the last held-out loss that was clearly lower than those before, by leaf (k,)
+    still: Tensor  # rounds since then (k,)
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the parameters
     round: int
 
@@ -74,10 +77,11 @@ class CFL(LocalTraining, Algorithm):
     """Train one model; where it no longer improves and clients still disagree, split them in two, again and again.
 
     Args:
-        thresholds: "relative" needs no tuning from model to model: a cluster is stationary once its mean update is
-            shorter than eps1 times the longest update of its clients, and its clients are incongruent while that one
-            is longer than eps2 times the longest there has been. "absolute": eps1 and eps2 are the lengths ε₁ and ε₂ of
-            (32) and (33), as printed; they depend on the model, the step size and the local steps.
+        thresholds: "relative" needs no tuning from model to model. A cluster is stationary once its mean update is
+            shorter than eps1 times the longest update of its clients and, if rows are held out, the loss on those has
+            not fallen by 2% in `patience` rounds; its clients are incongruent while their updates are on average longer
+            than eps2 times what they have been at most. "absolute": eps1 and eps2 are the lengths ε₁ and ε₂ of (32) and
+            (33), as printed; they depend on the model, the step size and the local steps.
         eps1: See above.
         eps2: See above.
         schedule: Rounds (1 is the first) in which clusters are split, in place of (32) and (33), as in the paper's
@@ -89,9 +93,10 @@ class CFL(LocalTraining, Algorithm):
         compare: What is compared: the clients' weight updates, or their full gradients.
         linkage: "single" is Algorithm 1; "complete" is the authors' code.
         sketch: Compare random projections of this length; the server then sees sums and projections only.
-        holdout: Share of every client's rows that is kept out of training to judge splits. 0 judges none.
-        trial: A split is judged so many rounds after it was made, and undone if the clients' held-out loss is higher
-            than it was under the model before. Until then the halves are not split again.
+        holdout: Share of every client's rows that is kept out of training, to see when a cluster is stationary and to
+            judge splits. With 0, only eps1 tells the one (0.1 is then a better value), and no split is undone.
+        patience: See `thresholds`. Also, a split is judged so many rounds after it was made, and undone if the clients'
+            held-out loss is higher than it was under the model before. Until then the halves are not split again.
         max_age: A client's last update counts in a split for so many rounds. Clients not heard of for longer stay
             with the parent until they are, and are then placed by Algorithm 4.
         privacy: Clients send updates through a secret "permutation" of all coordinates, or "rotation"; the server never
@@ -108,8 +113,8 @@ class CFL(LocalTraining, Algorithm):
     """
 
     thresholds: Literal["relative", "absolute"] = "relative"
-    eps1: float = setting(0.1, low=0)
-    eps2: float = setting(0.7, low=0)
+    eps1: float = setting(0.3, low=0)
+    eps2: float = setting(0.5, low=0)
     schedule: tuple[int, ...] = ()
     gamma_max: float = setting(0.0, low=0)
     contrast: float = setting(3.0, low=0)
@@ -117,7 +122,7 @@ class CFL(LocalTraining, Algorithm):
     linkage: Linkage = "single"
     sketch: int | None = setting(None, low=2)
     holdout: float = setting(0.1, low=0, high=0.9)
-    trial: int = setting(10, low=1)
+    patience: int = setting(10, low=1)
     max_age: int = setting(10, low=0)
     privacy: Kind = "none"
     secret: int = setting(0, low=0)
@@ -140,6 +145,8 @@ class CFL(LocalTraining, Algorithm):
             held=torch.full((m,), torch.inf),
             before=torch.full((m,), torch.inf),
             peak=torch.zeros(1),
+            best=torch.full((1,), torch.inf),
+            still=torch.zeros(1, dtype=torch.long),
             shapes=shapes,
             round=0,
         )
@@ -253,12 +260,24 @@ class CFL(LocalTraining, Algorithm):
             weight=_put(state.weight, at, sums.note["weight"]),
             held=_put(state.held, at, sums.note["held"]),
         )
-        lengths = told.updates.norm(dim=1)
-        longest = [lengths[own].max() if len(own := self._fresh(told, v)) else told.peak[0] * 0 for v in told.leaves]
         loss = sums.note["loss"]
         fine = torch.isfinite(loss) & (sums.note["weight"] > 0)
-        told = told._replace(peak=told.peak.maximum(torch.stack(longest)))
-        return told, theta, Report(at[fine.cpu()], loss[fine])
+        return self._watch(told), theta, Report(at[fine.cpu()], loss[fine])
+
+    def _watch(self, state: State) -> State:
+        """Note how long the updates of every leaf's clients are, and whether their held-out loss still falls."""
+        length, loss = (torch.zeros_like(state.peak) for _ in range(2))
+        for c, v in enumerate(state.leaves):
+            if len(clients := self._fresh(state, v)):
+                held = state.held[clients]
+                length[c] = state.updates[clients].norm(dim=1).mean()
+                loss[c] = held[torch.isfinite(held)].mean() if bool(torch.isfinite(held).any()) else torch.inf
+        lower = torch.isinf(state.best) | (loss < state.best - LOWER * state.best.abs())
+        return state._replace(
+            peak=state.peak.maximum(length),
+            best=torch.where(lower, loss, state.best),
+            still=torch.where(lower.cpu(), 0, state.still + 1),
+        )
 
     def _usable(self, state: State, chosen: Cohort, vectors: Tensor, weight: Tensor) -> Tensor:
         """Which participants' updates can be compared. Others are kept out, never taken for zeros, and named."""
@@ -355,17 +374,17 @@ class CFL(LocalTraining, Algorithm):
     def _disagree(self, state: State, c: int, clients: Tensor) -> bool:
         """Line 13: whether the cluster is near a stationary point (32) while its clients are not (33)."""
         node = state.tree[state.leaves[c]]
-        if node.refused or (self.holdout and node.parent >= 0 and state.round - node.since <= self.trial):
+        if node.refused or (self.holdout and node.parent >= 0 and state.round - node.since <= self.patience):
             return False
         if self.schedule:
             return state.round + 1 in self.schedule
         updates, weight = state.updates[clients], state.weight[clients]
-        mean = float((weight @ updates / weight.sum()).norm())
-        longest = float(updates.norm(dim=1).max())
-        relative = self.thresholds == "relative"
-        near = self.eps1 * longest if relative else self.eps1
-        far = self.eps2 * float(state.peak[c]) if relative else self.eps2
-        return mean < near and longest > far
+        mean, lengths = float((weight @ updates / weight.sum()).norm()), updates.norm(dim=1)
+        if self.thresholds == "absolute":
+            return mean < self.eps1 and float(lengths.max()) > self.eps2
+        if self.holdout and int(state.still[c]) < self.patience:
+            return False
+        return mean < self.eps1 * float(lengths.max()) and float(lengths.mean()) > self.eps2 * float(state.peak[c])
 
     def _unsafe(self, updates: Tensor, second: Tensor, cross: float) -> str | None:
         """Why a split is not to be trusted, by line 17 and by chance."""
@@ -390,15 +409,19 @@ class CFL(LocalTraining, Algorithm):
         return state._replace(
             theta=tree_map(lambda x, own: torch.cat([x[:c], own[None], x[c + 1 :], own[None]]), state.theta, theta),
             leaves=(*state.leaves[:c], new, *state.leaves[c + 1 :], new + 1),
-            peak=torch.cat([state.peak, state.peak[c : c + 1]]),
-            tree=tree, node=node, before=before,
-        )  # fmt: skip
+            peak=_anew(state.peak, c, 0.0),
+            best=_anew(state.best, c, torch.inf),
+            still=_anew(state.still, c, 0),
+            tree=tree,
+            node=node,
+            before=before,
+        )
 
     def _judge(self, state: State, cohort: Cohort) -> State:
         """Undo splits under which clients do worse on the rows that they hold out than under the model before."""
         for v, parent in list(state.tree.items()):
             since = state.tree[parent.children[0]].since if parent.children else state.round
-            if not self.holdout or state.round - since != self.trial:
+            if not self.holdout or state.round - since != self.patience:
                 continue
             members = torch.isin(state.node, torch.tensor(parent.children)) & (state.heard > since)
             members &= (torch.isfinite(state.held) & torch.isfinite(state.before)).cpu()
@@ -425,6 +448,8 @@ class CFL(LocalTraining, Algorithm):
             theta=tree_map(lambda x, own: torch.cat([x[:c], own[None], x[c + 1 :]])[keep], state.theta, parent.theta),
             leaves=tuple(leaves[j] for j in keep),
             peak=state.peak[keep],
+            best=state.best[keep],
+            still=state.still[keep],
             tree=tree,
             node=torch.where(torch.isin(state.node, torch.tensor(parent.children)), v, state.node),
         )
@@ -454,6 +479,11 @@ def contrast(updates: Tensor, second: Tensor) -> float:
         return torch.inf
     scatter = sum((x - x.mean(0)).square().sum() for x in (a, b)) / (len(updates) - 2)
     return float((a.mean(0) - b.mean(0)).square().sum() / (scatter * (1 / len(a) + 1 / len(b))))
+
+
+def _anew(values: Tensor, c: int, value: float) -> Tensor:
+    """One value per leaf (k,), begun anew for leaf c and for one more."""
+    return torch.cat([values[:c], values.new_full((1,), value), values[c + 1 :], values.new_full((1,), value)])
 
 
 def _put(whole: Tensor, at: Tensor, rows: Tensor) -> Tensor:
