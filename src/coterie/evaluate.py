@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from coterie import metrics
 from coterie.algorithms.base import Algorithm
 from coterie.client import ClientStep, Local, Reply, mean_loss
 from coterie.cohort import Cohort
+from coterie.parameter_tree import ParameterTree
 from coterie.task import Task
-from coterie.tree import Params
+from coterie.tree import Params, stack
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Scores:
 class Scorer:
     """The client's side of an evaluation."""
 
+    def score_ensemble(self, task: Task) -> ClientStep:
+        """Score the models that were sent, as one ensemble, on the client's rows."""
+        return self.score(task.ensemble())
+
     def score(self, task: Task) -> ClientStep:
         """Score the model that was sent on the client's rows."""
 
@@ -78,7 +84,16 @@ class Scorer:
         return ClientStep(run)
 
 
-def evaluate(algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: Literal["train", "test"] = "train") -> Scores:
+Along = Literal["leaf", "root", "path"]
+
+
+def evaluate(
+    algorithm: Algorithm,
+    state: Any,
+    cohort: Cohort,
+    choose_on: Literal["train", "test"] = "train",
+    along: Along = "leaf",
+) -> Scores:
     """Let every client choose its cluster, then score that cluster's model on its test rows.
 
     Args:
@@ -86,12 +101,17 @@ def evaluate(algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: Litera
         state: What it has learnt.
         cohort: The clients; what they exchange here is not charged to the run.
         choose_on: "train" (honest: the test rows only score) or "test" (a client may look at its labelled test rows).
+        along: For algorithms that leave a tree of models: a client may also be scored with the model at the "root", or
+            with the ensemble of all models on the "path" from there to its leaf.
     """
     if choose_on not in ("train", "test"):
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
     aside = cohort.uncharged()
     labels = algorithm.place(state, aside.on(choose_on))
-    note = aside.on("test").gather(Scorer().score, algorithm.models(state), rows=labels).note
+    if along == "leaf":
+        note = aside.on("test").gather(Scorer().score, algorithm.models(state), rows=labels).note
+    else:
+        note = _along(algorithm.tree(state), labels, aside.on("test"), along)
     groups = cohort.federation.groups
     return Scores(
         metric=cohort.task.metric,
@@ -101,3 +121,19 @@ def evaluate(algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: Litera
         loss=note["loss"].cpu().numpy(),
         chosen_on=choose_on,
     )
+
+
+def _along(tree: ParameterTree | None, labels: Tensor, cohort: Cohort, along: Along) -> dict[str, Tensor]:
+    """Score clients with the root's model, or with the ensemble on the way to their leaf."""
+    if along not in get_args(Along):
+        raise ValueError(f"along must be 'leaf', 'root' or 'path', got {along!r}")
+    if tree is None:
+        raise ValueError(f"along={along!r} needs a tree of models, which this algorithm does not make")
+    note = {name: torch.empty(len(cohort)) for name in ("score", "loss")}
+    for c in labels.unique().tolist():
+        at = (labels == c).nonzero().flatten()
+        path = tree.path(c)[: 1 if along == "root" else None]
+        found = cohort.only(at).gather(Scorer().score_ensemble, stack([branch.model for branch in path])).note
+        for name, whole in note.items():
+            whole[at] = found[name].cpu()
+    return note

@@ -41,7 +41,8 @@ def curves(axes: Any, runs: dict[str, Path]) -> None:
         rows = [row for row in read_history(path) if row.get(metric) is not None]
         rounds, score = [r["round"] for r in rows], [r[metric] for r in rows]
         axes.plot(rounds, score, color=colour, lw=2)
-        clusters = list(zip(*(r["per_cluster"] or [] for r in rows), strict=True))
+        most = max(len(r["per_cluster"] or []) for r in rows)  # there may be more of them from round to round
+        clusters = list(zip(*([*(r["per_cluster"] or []), *[None] * most][:most] for r in rows), strict=True))
         for own in clusters if len(clusters) <= len(COLOURS) else ():
             axes.plot(rounds, [np.nan if v is None else v for v in own], color=colour, lw=0.8, alpha=0.5)
         axes.annotate(f" {name} {score[-1]:.3f}", (rounds[-1], score[-1]), color=colour, va="center", fontsize=9)
@@ -79,6 +80,57 @@ def demo(path: Path, runs: dict[str, Path], clustered: str, federation: Federati
     axes.set_xlim(right=axes.get_xlim()[1] * 1.28)  # room for the names
     axes.set_xticks([t for t in axes.get_xticks() if t <= len(read_history(runs[clustered]))])
     save(fig, path)
+
+
+def run(path: Path, folder: Path) -> None:
+    """The picture of a run: its score over the rounds and, where it has one, its tree of models."""
+    outline = read_result(folder).get("tree")
+    fig = figure(10 if outline else 5.5, 4)
+    axes = fig.subplots(1, 2 if outline else 1, squeeze=False)[0]
+    curves(axes[0], {folder.name: folder})
+    axes[0].set_xlim(right=axes[0].get_xlim()[1] * 1.25)  # room for the name
+    if outline:
+        tree(axes[1], outline, len(read_history(folder)))
+    save(fig, path)
+
+
+def tree(axes: Any, outline: list[dict[str, Any]], rounds: int = 0) -> None:
+    """A tree of models after some rounds, which go down; a line is a cluster, as wide as it has clients."""
+    nodes = {row["node"]: row for row in outline}
+    ends = {v: nodes[row["children"][0]]["round"] if row["children"] else None for v, row in nodes.items()}
+    last = max(rounds, *(1.1 * end for end in ends.values() if end), 1)
+    place = _places(nodes)
+    for v, row in nodes.items():
+        x, end = place[v], ends[v] or last
+        colour = COLOURS[7] if row["cluster"] is None else COLOURS[row["cluster"] % (len(COLOURS) - 1)]
+        width = 1.5 + 10 * len(row["clients"]) / len(nodes[0]["clients"])
+        axes.plot([x, x], [row["round"], end], color=colour, lw=width, solid_capstyle="butt")
+        if row["children"]:
+            axes.plot([place[c] for c in row["children"]], [end, end], color=COLOURS[7], lw=1.5)
+            axes.annotate(f"α {row['cross']:.2f}", (x, end), (4, 4), textcoords="offset points", fontsize=8)
+        else:
+            told = f"cluster {row['cluster']}\n{len(row['clients'])} clients"
+            axes.annotate(told, (x, end), (0, -4), textcoords="offset points", ha="center", va="top", fontsize=8)
+    axes.set_ylim(last * 1.14, 0)
+    axes.set_xlim(-0.6, max(place.values()) + 0.6)
+    axes.set_ylabel("round")
+    axes.set_xticks([])
+    axes.set_yticks([t for t in axes.get_yticks() if 0 <= t <= last])
+    tidy(axes)
+    axes.spines["bottom"].set_visible(False)
+
+
+def _places(nodes: dict[int, dict[str, Any]]) -> dict[int, float]:
+    """Leaves side by side in the order of the tree, every inner node over the middle of its children."""
+    place: dict[int, float] = {}
+
+    def put(v: int) -> float:
+        below = [put(child) for child in nodes[v]["children"]]
+        place[v] = sum(below) / len(below) if below else float(sum(not nodes[u]["children"] for u in place))
+        return place[v]
+
+    put(0)
+    return place
 
 
 def scale(path: Path, rows: list[dict[str, Any]], slope: float) -> None:

@@ -18,10 +18,11 @@ from coterie import snapshot
 from coterie.algorithms.base import Algorithm, Report
 from coterie.cohort import Cohort
 from coterie.config import describe
-from coterie.evaluate import Scores, evaluate
+from coterie.evaluate import Along, Scores, evaluate
 from coterie.executors import find_device, find_executor
 from coterie.federation import Array, Federation
 from coterie.key import Key
+from coterie.parameter_tree import ParameterTree
 from coterie.precision import check_precision
 from coterie.progress import Progress
 from coterie.record import Onlooker, Record
@@ -96,9 +97,22 @@ class Run:
         """The cluster of a client that was not there."""
         return assign(self.algorithm, self.state, self._cohort.task, x, y)
 
-    def evaluate(self, choose_on: Literal["train", "test"] = "train") -> Scores:
-        """Score every client again, with its cluster chosen on its train or its test rows."""
-        return evaluate(self.algorithm, self.state, self._cohort, choose_on)
+    @property
+    def tree(self) -> ParameterTree:
+        """The tree of models that the algorithm left behind; `print(run.tree)` draws it."""
+        if (tree := self.algorithm.tree(self.state)) is None:
+            raise AttributeError(f"{type(self.algorithm).__name__} makes no tree of models")
+        return tree
+
+    def evaluate(self, choose_on: Literal["train", "test"] = "train", along: Along = "leaf") -> Scores:
+        """Score every client again.
+
+        Args:
+            choose_on: Its cluster is chosen on its "train" or its "test" rows.
+            along: With the model of its cluster ("leaf"); where there is a tree also with that at the "root", or with
+                the ensemble of the models on the "path".
+        """
+        return evaluate(self.algorithm, self.state, self._cohort, choose_on, along)
 
 
 def assign(algorithm: Algorithm, state: Any, task: Task, x: Array, y: Array) -> int:
@@ -362,6 +376,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "labels": run.labels.tolist(),
         "ids": list(names) if names else None,
         "groups": None if run.scores.groups is None else run.scores.groups.tolist(),
+        "tree": None if (tree := run.algorithm.tree(run.state)) is None else tree.outline(),
         "seconds": sum(row["seconds"] for row in run.history),
         "bytes_down": sum(row["bytes_down"] for row in run.history),
         "bytes_up": sum(row["bytes_up"] for row in run.history),

@@ -13,6 +13,7 @@ from torch.func import vmap
 from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss, minibatches
 from coterie.cohort import Cohort
 from coterie.key import Key
+from coterie.parameter_tree import ParameterTree
 from coterie.settings import setting
 from coterie.task import Data, Task
 from coterie.tree import Params
@@ -64,6 +65,10 @@ class Algorithm(ABC):
     @abstractmethod
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The cluster of one client, old or new."""
+
+    def tree(self, state: Any) -> ParameterTree | None:
+        """The models on the way to the clusters' models, for algorithms that split; None for others."""
+        return None
 
     def done(self, state: Any) -> bool:
         """Whether there is nothing left to do."""

@@ -73,9 +73,19 @@ def run(
 
 
 @app.command()
-def show(run: Annotated[Path, typer.Argument(help="A run folder.")], as_json: Json = False) -> None:
+def show(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw its curves, and its tree if it has one: a PNG.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """What a run found: its clusters, its scores, its last rounds."""
+    from coterie import plots
+
     display.emit(display.summary(run), as_json, lambda: display.show(run))
+    if picture:
+        plots.run(picture, run)
 
 
 @app.command()

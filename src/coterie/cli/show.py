@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from coterie.parameter_tree import drawn
 from coterie.record import read_config, read_history, read_result
 
 console = Console()
@@ -29,7 +30,7 @@ def summary(path: Path, brief: bool = False) -> dict[str, Any]:
     """A finished run: its configuration and its result; `brief` leaves out what has one value per client."""
     result = read_result(path)
     if brief:
-        result = {n: v for n, v in result.items() if n not in ("per_client", "labels", "ids", "groups")}
+        result = {n: v for n, v in result.items() if n not in ("per_client", "labels", "ids", "groups", "tree")}
     return {"run": str(path), "rounds": len(read_history(path)), "config": read_config(path), "result": result}
 
 
@@ -49,6 +50,8 @@ def show(path: Path) -> None:
     if len(found) > 40:
         console.print(f"(the first 40 of {len(found)} clusters)")
     console.print(table)
+    if result.get("tree"):
+        console.print("\n".join(drawn(result["tree"])) + "\n", highlight=False)
     history = read_history(path)
     metric = result["metric"]
     rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
