@@ -34,6 +34,12 @@ VARIANTS = {
     "balanced": {"init": "balanced"},
     "random_groups": {"init": "random_groups"},
     "revived": {"revive": 1, "init": "random"},
+    "split": {"schedule": (1, 3), "patience": 1},
+    "split_half": {"schedule": (1, 3), "patience": 1, "fraction": 0.5, "max_age": 1, "holdout": 0.0},
+    "permuted": {"schedule": (1, 3), "patience": 1, "privacy": "permutation", "secret": 5},
+    "rotated": {"schedule": (1, 3), "patience": 1, "privacy": "rotation", "batch": 4},
+    "sketched": {"schedule": (1, 3), "patience": 1, "sketch": 200, "weights": "size"},
+    "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
 }
 
 

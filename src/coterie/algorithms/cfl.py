@@ -155,7 +155,7 @@ class CFL(LocalTraining, Algorithm):
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 5 to 23."""
         chosen = cohort.sample(self.fraction)
-        state = self._settle(state, chosen)
+        state, chosen = self._settle(state, chosen)
         state, theta, report = self._exchange(state, chosen)  # lines 5-12
         state, split = self._splits(state, cohort)  # lines 13-19, at the models that the updates were made at
         after = state._replace(theta=theta)
@@ -205,7 +205,7 @@ class CFL(LocalTraining, Algorithm):
     def place(self, state: State, cohort: Cohort) -> Tensor:
         """The leaf of every client: where it is known to be, or, on other rows than those it trains on, Algorithm 4."""
         known = state.node[cohort.clients] if cohort.part == "train" else torch.full((len(cohort),), ROOT)
-        return self.labels(state._replace(node=self._walk(state, cohort, known)))
+        return self.labels(state._replace(node=self._walk(state, cohort, known)[0]))
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Algorithm 4: walk down the tree, always to the branch with the most similar update."""
@@ -281,8 +281,7 @@ class CFL(LocalTraining, Algorithm):
 
     def _usable(self, state: State, chosen: Cohort, vectors: Tensor, weight: Tensor) -> Tensor:
         """Which participants' updates can be compared. Others are kept out, never taken for zeros, and named."""
-        finite = (weight > 0) & torch.isfinite(vectors).all(1)
-        usable = (finite & (vectors != 0).any(1)).cpu()
+        finite, usable = weight > 0, _comparable(vectors, weight).cpu()
         for i in (~usable).nonzero().flatten().tolist():
             client = int(chosen.clients[i])
             if state.heard[client] >= state.round - 1:  # it is named when it falls out, not in every round
@@ -310,24 +309,30 @@ class CFL(LocalTraining, Algorithm):
     def _disguise(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Disguise:
         return Disguise(self.privacy, self.secret, tuple((name, tuple(shape)) for name, shape in shapes))
 
-    def _settle(self, state: State, chosen: Cohort) -> State:
-        """Clients that wait at an inner node are placed once they are heard."""
-        found = self._walk(state, chosen, state.node[chosen.clients])
-        return state._replace(node=_put(state.node, chosen.clients, found))
+    def _settle(self, state: State, chosen: Cohort) -> tuple[State, Cohort]:
+        """Place clients that wait at an inner node, now that they are heard; who cannot be placed goes on waiting."""
+        waiting = self.labels(state)[chosen.clients] < 0
+        found, sure = self._walk(state, chosen, state.node[chosen.clients])
+        state = state._replace(node=_put(state.node, chosen.clients[sure], found[sure]))
+        return state, chosen.only((sure | ~waiting).nonzero().flatten()) if bool(waiting.any()) else chosen
 
-    def _walk(self, state: State, cohort: Cohort, at: Tensor) -> Tensor:
-        """Algorithm 4 for many clients at once, from the nodes that they are at down to leaves."""
-        at, depth = at.clone(), 0
+    def _walk(self, state: State, cohort: Cohort, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Algorithm 4 for many clients at once, from the nodes that they are at down to leaves.
+
+        Also returns which of them could be compared all the way: an update may be all zero or not finite.
+        """
+        at, sure, depth = at.clone(), torch.ones(len(at), dtype=torch.bool), 0
         while len(waiting := torch.tensor([i for i, v in enumerate(at.tolist()) if state.tree[v].children])):
             inner, rows = at[waiting].unique(return_inverse=True)
             theta = stack([state.tree[v].theta for v in inner.tolist()])
             terms = stack([self._terms(state, v) for v in inner.tolist()])
             reply = cohort.only(waiting).fold(depth).gather(self.step, {"theta": theta, **terms}, rows=rows)
             vectors, depth = self._compared(reply), depth + 1
+            sure[waiting] &= _comparable(vectors, reply.weight).cpu()
             for j, v in enumerate(inner.tolist()):
                 own = (rows == j).nonzero().flatten()
-                at[waiting[own]] = torch.tensor(self._branch(state, v, vectors[own.to(vectors.device)]))
-        return at
+                at[waiting[own]] = torch.tensor(self._branch(state, v, vectors[own]))
+        return at, sure
 
     def _terms(self, state: State, v: int) -> dict[str, Tensor]:
         """The step size with which the clients of an inner node made the updates it was split by."""
@@ -479,6 +484,11 @@ def contrast(updates: Tensor, second: Tensor) -> float:
         return torch.inf
     scatter = sum((x - x.mean(0)).square().sum() for x in (a, b)) / (len(updates) - 2)
     return float((a.mean(0) - b.mean(0)).square().sum() / (scatter * (1 / len(a) + 1 / len(b))))
+
+
+def _comparable(vectors: Tensor, weight: Tensor) -> Tensor:
+    """Whether a client's vector has a direction; a client that has diverged has no weight."""
+    return (weight > 0) & torch.isfinite(vectors).all(1) & (vectors != 0).any(1)
 
 
 def _anew(values: Tensor, c: int, value: float) -> Tensor:

@@ -1,0 +1,304 @@
+"""CFL: that it splits where it should, only there, and rightly."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import squareform
+
+import coterie as ct
+from coterie.algorithms.bipartition import bipartition, cosines, separation_gap
+from coterie.algorithms.cfl import contrast
+from coterie.algorithms.disguise import Disguise, shapes_of, sketch
+from coterie.data.source import folder
+from coterie.executors import EXECUTORS
+from coterie.federation import Federation
+from coterie.key import Key
+from coterie.metrics import ari
+from coterie.tree import flat
+
+needs_mnist = pytest.mark.skipif(
+    not (folder() / "mnist" / "train-images-idx3-ubyte.gz").exists(), reason="MNIST is not in the data folder"
+)
+digits_task = ct.Task.classifier(ct.models.MLP(64, 32, 10))
+
+
+def permuted(seed=0, groups=2):
+    return ct.data.permuted_digits(clients=20, groups=groups, seed=seed)
+
+
+def cohort_of(federation, task=digits_task, seed=0):
+    return EXECUTORS["vectorised"](federation, task, Key.of(seed).fold(1), torch.device("cpu"))
+
+
+def messages(caplog):
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("CFL")]
+
+
+# --- Algorithm 1 ------------------------------------------------------------------------------------------------------
+
+
+def test_the_bipartition_is_optimal():
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        m = int(rng.integers(2, 11))
+        alpha = np.triu(rng.uniform(-1, 1, (m, m)), 1)
+        alpha = alpha + alpha.T
+        halves = bipartition(squareform(alpha, checks=False))
+        cuts = [np.array([False, *bits]) for bits in itertools.product([False, True], repeat=m - 1) if any(bits)]
+        best = min(alpha[~cut][:, cut].max() for cut in cuts)
+        assert halves.cross == alpha[~halves.second][:, halves.second].max() == best
+
+
+def test_similarities_in_blocks_are_those_of_numpy(monkeypatch):
+    monkeypatch.setattr("coterie.algorithms.bipartition.ROWS", 3)
+    vectors = torch.randn(11, 40, generator=torch.Generator().manual_seed(0))
+    unit = vectors / vectors.norm(dim=1, keepdim=True)
+    wanted = (unit @ unit.T).numpy()
+    assert np.allclose(squareform(cosines(vectors)), wanted - np.diag(np.diag(wanted)), atol=1e-6)
+
+
+def test_complete_linkage_is_another_cut():
+    chain = np.array([[1.0, 0.9, 0.5, 0.1], [0.9, 1.0, 0.8, 0.2], [0.5, 0.8, 1.0, 0.7], [0.1, 0.2, 0.7, 1.0]])
+    alpha = squareform(chain, checks=False)
+    single, complete = bipartition(alpha), bipartition(alpha, "complete")
+    assert single.second.tolist() == [False, False, False, True] and single.cross == 0.7
+    assert complete.second.tolist() == [False, False, True, True] and complete.cross == 0.8
+
+
+def test_the_gap_is_positive_for_groups_that_oppose_each_other():
+    g = torch.Generator().manual_seed(0)
+    groups = np.arange(12) % 3
+    means = torch.randn(3, 100, generator=g)
+    vectors = (means - means.mean(0))[groups] + 0.3 * torch.randn(12, 100, generator=g)
+    assert separation_gap(cosines(vectors), groups) > 0
+    assert separation_gap(cosines(torch.randn(12, 100, generator=g)), groups) < 0
+
+
+# --- the whole algorithm ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_four_groups_are_found_with_the_defaults(seed):
+    run = ct.fit(ct.CFL(), digits_task, permuted(seed, groups=4), rounds=200, seed=seed, evaluations=1)
+    assert run.ari == 1.0 and len(run.models) == 4 and run.accuracy > 0.9
+
+
+def test_one_group_is_not_split():
+    run = ct.fit(ct.CFL(), digits_task, ct.data.digits(20), rounds=120, evaluations=1)
+    assert len(run.models) == 1
+
+
+@needs_mnist
+def test_label_swaps_are_split_and_congruent_clients_are_not():
+    task = ct.Task.classifier(ct.models.MLP(784, 100, 10))
+    swapped = ct.data.swap_labels(ct.data.mnist(20, rows=100), groups=4)
+    run = ct.fit(ct.CFL(), task, swapped, rounds=80, evaluations=1)
+    assert run.ari == 1.0 and len(run.models) == 4
+    halves = ct.data.keep_labels(ct.data.mnist(20, rows=200), blocks=2)
+    assert len(ct.fit(ct.CFL(), task, halves, rounds=80, evaluations=1).models) == 1
+
+
+def test_sketches_gradients_and_complete_linkage_find_the_groups_too():
+    for settings in ({"sketch": 500}, {"compare": "gradient"}, {"linkage": "complete"}, {"weights": "size"}):
+        run = ct.fit(ct.CFL(**settings), digits_task, permuted(), rounds=80, evaluations=1)
+        assert run.ari == 1.0, settings
+
+
+def test_absolute_thresholds_are_those_of_the_paper():
+    federation = permuted()
+    never = ct.fit(ct.CFL(thresholds="absolute", eps1=1e-6, eps2=1.6), digits_task, federation, rounds=60)
+    assert len(never.models) == 1
+    split = ct.fit(ct.CFL(thresholds="absolute", eps1=0.2, eps2=0.4), digits_task, federation, rounds=60)
+    assert split.ari == 1.0
+
+
+def test_a_schedule_says_when():
+    run = ct.fit(ct.CFL(schedule=(15, 30)), digits_task, permuted(groups=4), rounds=45)
+    assert [len(row["members"]) for row in run.history[13:15]] == [1, 2]
+    assert run.ari == 1.0 or len(run.models) == 3
+    assert {node.since + 1 for node in run.state.tree.values()} <= {0, 15, 30}
+
+
+def test_a_second_split_moves_the_right_clients():
+    """The authors' code takes positions within a cluster for clients: right for the first split only."""
+    run = ct.fit(ct.CFL(schedule=(15, 30, 45)), digits_task, permuted(groups=4), rounds=60)
+    for node in run.state.tree.values():
+        if node.children:
+            own = [set(run.state.tree[child].clients.tolist()) for child in node.children]
+            assert own[0] | own[1] == set(node.clients.tolist()) and not own[0] & own[1]
+    assert run.ari == 1.0
+
+
+# --- never worse, never by chance -------------------------------------------------------------------------------------
+
+
+def test_a_split_that_hurts_is_undone_and_not_made_again(caplog):
+    caplog.set_level(logging.INFO, "coterie")
+    algorithm = ct.CFL(schedule=(80, 100), contrast=0.0, holdout=0.3)
+    run = ct.fit(algorithm, digits_task, ct.data.digits(20), rounds=110, evaluations=1)
+    assert len(run.models) == 1 and run.state.tree[0].refused
+    assert ["split into" in m for m in messages(caplog)] == [True, False] and "undone" in messages(caplog)[1]
+    plain = ct.fit(ct.CFL(schedule=(999,), holdout=0.3), digits_task, ct.data.digits(20), rounds=110, evaluations=1)
+    assert run.accuracy > plain.accuracy - 0.01  # it has lost the rounds of the trial, no more
+
+
+def test_contrast_tells_noise_from_groups():
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randn(12, 500, generator=g)
+    groups = torch.arange(12) % 2 == 1
+    halves = torch.from_numpy(bipartition(cosines(noise)).second)
+    assert contrast(noise, halves) < 2 < 3 < contrast(noise + 2.0 * groups[:, None], groups)
+    assert contrast(noise[:2], torch.tensor([False, True])) == torch.inf
+
+
+def test_identical_clients_are_not_split_and_it_is_said(caplog):
+    caplog.set_level(logging.INFO, "coterie")
+    x, y = ct.data.digits(20).train.client(0)
+    twins = Federation.from_clients([(x, y)] * 6)
+    run = ct.fit(ct.CFL(schedule=(3, 4), holdout=0.0), digits_task, twins, rounds=5)
+    assert len(run.models) == 1
+    assert messages(caplog) == ["CFL: round 3: cluster 0 is not split: all updates point the same way"]
+
+
+def test_gamma_max_rejects_what_may_be_noise(caplog):
+    caplog.set_level(logging.INFO, "coterie")
+    run = ct.fit(ct.CFL(schedule=(20,), gamma_max=0.99), digits_task, permuted(), rounds=25)
+    assert len(run.models) == 1 and "not above gamma_max = 0.99" in messages(caplog)[0]
+
+
+# --- who is there -----------------------------------------------------------------------------------------------------
+
+
+def test_new_clients_are_placed_in_their_group():
+    federation = ct.data.permuted_digits(clients=80, groups=4, seed=0)
+    old, new = torch.arange(0, 80, 2), torch.arange(1, 80, 2)
+    run = ct.fit(ct.CFL(), digits_task, federation.select(old), rounds=200, evaluations=1)
+    assert run.ari == 1.0
+    placed = np.array([run.assign(*federation.train.client(i)) for i in new.tolist()])
+    assert ari(placed, federation.groups[new].numpy()) == 1.0
+
+
+def test_half_of_the_clients_a_round_is_enough():
+    run = ct.fit(ct.CFL(fraction=0.5), digits_task, permuted(), rounds=160, evaluations=1)
+    assert run.ari == 1.0
+
+
+def test_clients_that_were_away_wait_at_the_parent_and_are_placed_when_heard():
+    federation, algorithm = permuted(), ct.CFL(schedule=(20,), holdout=0.0, max_age=3)
+    cohort = cohort_of(federation)
+    state = algorithm.start(digits_task, cohort.at(0), Key.of(0))
+    here = [i for i in range(20) if i not in (3, 14)]
+    for t in range(22):
+        state, _ = algorithm.round(state, cohort.only(here if t > 4 else list(range(20))).at(t))
+    assert len(state.leaves) == 2
+    assert algorithm.labels(state)[[3, 14]].tolist() == [-1, -1] and state.tree[int(state.node[3])].children
+    assert not any(len(node.updates) and (node.updates == 0).all(1).any() for node in state.tree.values())
+    state, _ = algorithm.round(state, cohort.at(22))
+    assert ari(algorithm.labels(state).numpy(), federation.groups.numpy()) == 1.0
+
+
+def test_zero_and_diverging_clients_are_kept_out_and_named(caplog):
+    caplog.set_level(logging.INFO, "coterie")
+    g = torch.Generator().manual_seed(0)
+    clients = []
+    for i in range(8):
+        x = torch.randn(20, 5, generator=g) * {0: 0.0, 1: 1e25}.get(i, 1.0)
+        clients.append((x, x.sum(1) * (1 if i % 2 else -1)))
+    module = torch.nn.Linear(5, 1, bias=False)
+    run = ct.fit(ct.CFL(schedule=(8,), lr=0.05), ct.Task.regressor(module), Federation.from_clients(clients), rounds=9)
+    assert messages(caplog)[:2] == [
+        "CFL: round 1: client 0 is kept out of splits: its update is all zero",
+        "CFL: round 1: client 1 is kept out of splits: its update is not finite",
+    ]
+    assert len(run.models) == 2 and run.state.node[[0, 1]].tolist() == [0, 0]
+    assert len(set(run.labels[2::2])) == len(set(run.labels[3::2])) == 1 and run.labels[2] != run.labels[3]
+
+
+# --- privacy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("privacy", ["permutation", "rotation"])
+def test_a_disguise_changes_nothing_but_what_the_server_sees(privacy):
+    federation = permuted()
+    plain = ct.fit(ct.CFL(), digits_task, federation, rounds=80, evaluations=1)
+    hidden = ct.fit(ct.CFL(privacy=privacy, secret=11), digits_task, federation, rounds=80, evaluations=1)
+    assert (plain.labels == hidden.labels).all() and len(plain.models) == 2
+    for a, b in zip(plain.models, hidden.models, strict=True):
+        assert all(torch.allclose(a[n], b[n], atol=1e-3) for n in a)
+    seen = [hidden.state.updates, flat(hidden.state.theta), *(n.updates for n in hidden.state.tree.values())]
+    clear = [*plain.state.updates, *flat(plain.algorithm.models(plain.state))]
+    for rows in seen:
+        for row in rows:
+            assert not any(torch.allclose(row[: len(c)], c, atol=1e-4) for c in clear)
+    assert set(hidden.state.theta) == {"disguised"}
+
+
+def test_a_disguise_keeps_lengths_and_angles():
+    like = {"w": torch.randn(7, 9), "b": torch.randn(7)}
+    disguise = Disguise("rotation", 3, shapes_of(like))
+    one, two = (disguise.put_on({n: torch.randn_like(x) for n, x in like.items()})["disguised"] for _ in range(2))
+    back = [flat(disguise.take_off({"disguised": v}), axes=0) for v in (one, two)]
+    assert torch.allclose(one @ two, back[0] @ back[1], atol=1e-4) and torch.allclose(one.norm(), back[0].norm())
+
+
+def test_sketches_keep_cosines_on_average():
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(20_000, generator=g)
+    b = a + torch.randn(20_000, generator=g)
+    short = [sketch(v, 2000) for v in (a, b)]
+    wanted, got = (torch.nn.functional.cosine_similarity(u, v, dim=0) for u, v in ((a, b), short))
+    assert got == pytest.approx(float(wanted), abs=0.05)
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_holds_every_model_on_the_way(tmp_path):
+    run = ct.fit(ct.CFL(), digits_task, permuted(groups=4), rounds=130, out=tmp_path / "run")
+    tree = run.tree
+    for cluster in range(len(run.models)):
+        path = tree.path(cluster)
+        assert path[0].parent is None and path[-1].cluster == cluster
+        assert all(set(b.clients) <= set(a.clients) for a, b in itertools.pairwise(path))
+        assert all(torch.equal(path[-1].model[n], x) for n, x in run.models[cluster].items())
+    assert str(tree).count("cluster") == len(run.models)
+    tree.draw(tmp_path / "tree.png")
+    assert (tmp_path / "tree.png").stat().st_size > 5_000
+    leaf, root, path = (run.evaluate(along=along).mean for along in ("leaf", "root", "path"))
+    assert leaf == run.accuracy > path > root
+    with pytest.raises(ValueError, match="there is no cluster 9"):
+        tree.path(9)
+
+
+def test_only_algorithms_that_split_have_a_tree():
+    run = ct.fit(ct.FedAvg(), digits_task, permuted(), rounds=2)
+    with pytest.raises(AttributeError, match="FedAvg makes no tree of models"):
+        _ = run.tree
+    with pytest.raises(ValueError, match="along='root' needs a tree of models"):
+        run.evaluate(along="root")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gamma_max": 1.0}, "CFL: gamma_max must be at least 0 and below 1, got 1"),
+        ({"gamma_max": -0.1}, "CFL: gamma_max must be at least 0, got -0.1"),
+        ({"schedule": (0, 5)}, "CFL: schedule holds round 0, but the first round is 1"),
+        ({"privacy": "rot13"}, "CFL: privacy must be 'none' or 'permutation' or 'rotation', got 'rot13'"),
+        ({"sketch": 1}, "CFL: sketch must be at least 2, got 1"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ct.fit(ct.CFL(**settings), digits_task, permuted(), rounds=1)
+
+
+def test_a_single_client_cannot_be_compared():
+    with pytest.raises(ValueError, match="CFL: at least 2 clients are needed to compare, got 1"):
+        ct.fit(ct.CFL(), digits_task, permuted().select([0]), rounds=1)
