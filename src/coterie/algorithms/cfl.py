@@ -95,8 +95,8 @@ class CFL(LocalTraining, Algorithm):
         sketch: Compare random projections of this length; the server then sees sums and projections only.
         holdout: Share of every client's rows that is kept out of training, to see when a cluster is stationary and to
             judge splits. With 0, only eps1 tells the one (0.1 is then a better value), and no split is undone.
-        patience: See `thresholds`. Also, a split is judged so many rounds after it was made, and undone if the clients'
-            held-out loss is higher than it was under the model before. Until then the halves are not split again.
+        patience: See `thresholds`. Also, a split is judged so many rounds after it was made, and undone if the held-out
+            loss of either half is higher than it was under the model before. Until then neither is split again.
         max_age: A client's last update counts in a split for so many rounds. Clients not heard of for longer stay
             with the parent until they are, and are then placed by Algorithm 4.
         privacy: Clients send updates through a secret "permutation" of all coordinates, or "rotation"; the server never
@@ -423,21 +423,22 @@ class CFL(LocalTraining, Algorithm):
         )
 
     def _judge(self, state: State, cohort: Cohort) -> State:
-        """Undo splits under which clients do worse on the rows that they hold out than under the model before."""
+        """Undo splits under which a half does worse on the rows its clients hold out than under the model before."""
         for v, parent in list(state.tree.items()):
             since = state.tree[parent.children[0]].since if parent.children else state.round
             if not self.holdout or state.round - since != self.patience:
                 continue
-            members = torch.isin(state.node, torch.tensor(parent.children)) & (state.heard > since)
-            members &= (torch.isfinite(state.held) & torch.isfinite(state.before)).cpu()
-            weight = state.weight[members] / state.weight[members].sum()
-            now, before = (float(weight @ loss[members]) for loss in (state.held, state.before))
-            if now > before:
-                cohort.tell(
-                    f"CFL: round {state.round + 1}: a split is undone: the held-out loss of its clients went up from "
-                    f"{before:.4g} to {now:.4g}"
-                )
-                state = self._undo(state, v)
+            for child in parent.children:
+                known = torch.isfinite(state.held) & torch.isfinite(state.before)
+                clients = (state.node == child) & (state.heard > since) & known.cpu()
+                now, before = (float(loss[clients].mean()) for loss in (state.held, state.before))
+                if now > before:
+                    cohort.tell(
+                        f"CFL: round {state.round + 1}: a split is undone: the held-out loss of {int(clients.sum())} "
+                        f"clients went up from {before:.4g} to {now:.4g}"
+                    )
+                    state = self._undo(state, v)
+                    break
         return state
 
     def _undo(self, state: State, v: int) -> State:
