@@ -7,9 +7,14 @@ import pytest
 from coterie.data.source import folder
 from coterie.reproduce import experiments, reproduce
 
-needs_mnist = pytest.mark.skipif(
-    not (folder() / "mnist" / "train-images-idx3-ubyte.gz").exists(), reason="MNIST is not in the data folder"
-)
+
+def needs(file, name):
+    return pytest.mark.skipif(not (folder() / file).exists(), reason=f"{name} is not in the data folder")
+
+
+needs_mnist = needs("mnist/train-images-idx3-ubyte.gz", "MNIST")
+needs_cifar = needs("cifar-10-batches-bin/test_batch.bin", "CIFAR-10")
+needs_ag_news = needs("ag_news_csv/train.csv", "AG News")
 
 
 def quick(name, tmp_path):
@@ -41,3 +46,17 @@ def test_the_error_halves_down_to_a_floor(tmp_path):
 def test_ifca_beats_global_and_local_on_rotated_mnist(tmp_path):
     score = {r["method"]: r["ours"] for r in quick("ifca-table1-mnist", tmp_path)["rows"]}
     assert score["IFCA, farthest-first"] > score["global"] and score["IFCA, farthest-first"] > score["local, 100 steps"]
+
+
+@needs_cifar
+def test_accuracy_rises_once_permuted_labels_are_split(tmp_path):
+    last = quick("cfl-fig8", tmp_path)["rows"][-1]
+    assert last["found"] == "2 of 2" and last["ratio"] > 1.2
+
+
+@needs_ag_news
+def test_cfl_finds_the_topics_of_the_news(tmp_path):
+    result = quick("cfl-fig9", tmp_path)
+    last, runs = result["rows"][-1], result["runs"]
+    assert last["found"] == "4 of 4" and last["ratio"] < 0.95
+    assert runs["CFL"]["scores"][1] == pytest.approx(runs["FedAvg"]["scores"][1], rel=0.01)  # the same before a split
