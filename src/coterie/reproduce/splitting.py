@@ -60,8 +60,9 @@ def _rounds(spec: dict[str, Any], method: dict[str, Any], federation: Any, devic
         if isinstance(after, State):
             _watch(tree, before, after, t, federation.groups.numpy())
         if t % spec["every"] == 0 or t == spec["rounds"]:
+            scores = scale(evaluate(algorithm, after, cohort.at(t)).per_client.astype(float))
             told["rounds"].append(t)
-            told["scores"].append(scale(evaluate(algorithm, after, cohort.at(t)).per_client).round(3).tolist())
+            told["scores"].append(scores.round(3).tolist())
     return told | tree
 
 
