@@ -7,9 +7,14 @@ import pytest
 from coterie.data.source import folder
 from coterie.reproduce import experiments, reproduce
 
-needs_mnist = pytest.mark.skipif(
-    not (folder() / "mnist" / "train-images-idx3-ubyte.gz").exists(), reason="MNIST is not in the data folder"
-)
+
+def needs(file, name):
+    return pytest.mark.skipif(not (folder() / file).exists(), reason=f"{name} is not in the data folder")
+
+
+needs_mnist = needs("mnist/train-images-idx3-ubyte.gz", "MNIST")
+needs_cifar = needs("cifar-10-batches-bin/test_batch.bin", "CIFAR-10")
+needs_ag_news = needs("ag_news_csv/train.csv", "AG News")
 
 
 def quick(name, tmp_path):
@@ -41,3 +46,46 @@ def test_the_error_halves_down_to_a_floor(tmp_path):
 def test_ifca_beats_global_and_local_on_rotated_mnist(tmp_path):
     score = {r["method"]: r["ours"] for r in quick("ifca-table1-mnist", tmp_path)["rows"]}
     assert score["IFCA, farthest-first"] > score["global"] and score["IFCA, farthest-first"] > score["local, 100 steps"]
+
+
+@needs_cifar
+def test_accuracy_rises_once_permuted_labels_are_split(tmp_path):
+    last = quick("cfl-fig8", tmp_path)["rows"][-1]
+    assert last["found"] == "2 of 2" and last["ratio"] > 1.2
+
+
+@needs_ag_news
+def test_cfl_finds_the_topics_of_the_news(tmp_path):
+    result = quick("cfl-fig9", tmp_path)
+    last, runs = result["rows"][-1], result["runs"]
+    assert last["found"] == "4 of 4" and last["ratio"] < 0.95
+    assert runs["CFL"]["scores"][0] == pytest.approx(runs["FedAvg"]["scores"][0], rel=0.05)  # no split yet
+
+
+def test_splits_bear_more_noise_than_the_theorem_allows_for(tmp_path):
+    rows = quick("cfl-fig3", tmp_path)["rows"]
+    assert all(r["theorem's γ"] < 1 and r["P(g(α) > 0) at γ = 1"] == 1 for r in rows)
+
+
+@needs_mnist
+def test_the_separation_gap_grows_with_rows_per_client(tmp_path):
+    few, many = quick("cfl-fig5", tmp_path)["rows"]
+    assert few["gap, update"] < many["gap, update"] > 0
+
+
+@needs_mnist
+def test_the_separation_gap_grows_with_rounds(tmp_path):
+    early, late = quick("cfl-fig6", tmp_path)["rows"]
+    assert early["gap, update"] < 0 < late["gap, update"] and early["gap, gradient"] < 0 < late["gap, gradient"]
+
+
+@needs_mnist
+def test_updates_stay_long_only_where_clients_are_incongruent(tmp_path):
+    unlike, _, alike = (r["end / most"] for r in quick("cfl-fig7", tmp_path)["rows"][1:])
+    assert unlike > 2 * alike
+
+
+@needs_mnist
+def test_new_clients_find_their_group(tmp_path):
+    last = quick("cfl-new-clients", tmp_path)["rows"][-1]
+    assert last["old clients, purity"] == last["rightly placed"] == 1

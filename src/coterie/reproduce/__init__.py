@@ -9,12 +9,21 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from coterie.reproduce import contraction, success, table
+from coterie.reproduce import contraction, geometry, newcomers, norms, separation, splitting, success, table
 from coterie.reproduce.notebook import Notebook
 from coterie.settings import nearest_name
 from coterie.snapshot import write_text
 
-KINDS = {"table": table, "success": success, "contraction": contraction}
+KINDS = {
+    "table": table,
+    "success": success,
+    "contraction": contraction,
+    "splitting": splitting,
+    "geometry": geometry,
+    "separation": separation,
+    "norms": norms,
+    "newcomers": newcomers,
+}
 
 
 def folder() -> Path:

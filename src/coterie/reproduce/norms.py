@@ -1,0 +1,68 @@
+"""When to split (CFL, Figure 7): the lengths in (32) and (33), where one model can serve both clients and where not."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie import plots
+from coterie.algorithms import CFL
+from coterie.config import build_task
+from coterie.reproduce.notebook import Notebook
+from coterie.reproduce.rounds import everybody, states_of
+from coterie.reproduce.separation import relabelled
+
+LENGTHS = {"mean": "of the mean update, (32)", "largest": "of the longest update of a client, (33)"}
+
+
+def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
+    """Both lengths over the rounds for every case."""
+    curves = {
+        case["name"]: notebook.entry(case["name"], lambda c=case: _lengths(spec, c, device)) for case in spec["cases"]
+    }
+    rows = []
+    for name, lines in curves.items():
+        for what, line in lines.items():
+            most, end = max(line), float(np.mean(line[-max(1, len(line) // 20) :]))
+            rows.append({"case": name, "length": what, "most": most, "end": end, "end / most": end / most})
+    return {"seeds": spec["seeds"], "rows": rows, "every": spec["every"], "curves": curves}
+
+
+def _lengths(spec: dict[str, Any], case: dict[str, Any], device: str) -> dict[str, list[float]]:
+    """The lengths, averaged over seeds and over `every` rounds at a time."""
+    each = [_one(spec, case, seed, device) for seed in spec["seeds"]]
+    mean = np.mean(each, axis=0).reshape(2, -1, spec["every"]).mean(-1)
+    return {what: line.round(5).tolist() for what, line in zip(LENGTHS, mean, strict=True)}
+
+
+def _one(spec: dict[str, Any], case: dict[str, Any], seed: int, device: str) -> np.ndarray:
+    """Both lengths in every round (2, T) of one run that never splits."""
+    federation = relabelled(case["data"], seed)
+    cohort = everybody(build_task(spec["task"]), federation, seed, device)
+    local = {what: spec[what] for what in ("lr", "tau", "batch")}
+    algorithm = CFL(schedule=(spec["rounds"] + 1,), holdout=0.0, **local)
+    lengths = [
+        torch.stack([s.updates.mean(0).norm(), s.updates.norm(dim=1).max()])
+        for s in itertools.islice(states_of(algorithm, cohort, spec["rounds"], seed), 1, None)
+    ]
+    return torch.stack(lengths, 1).cpu().numpy()
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A panel per case."""
+    fig = plots.figure(9, 3.6)
+    panels = fig.subplots(1, len(result["curves"]), sharey=True, squeeze=False)[0]
+    for axes, (name, lines) in zip(panels, result["curves"].items(), strict=True):
+        for (what, label), colour in zip(LENGTHS.items(), plots.COLOURS, strict=False):
+            x = (np.arange(len(lines[what])) + 0.5) * result["every"]
+            axes.semilogy(x, lines[what], color=colour, label=label)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("round")
+        plots.tidy(axes)
+    panels[0].set_ylabel("length")
+    panels[-1].legend(fontsize=8, frameon=False)
+    plots.save(fig, path)
