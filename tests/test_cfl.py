@@ -116,10 +116,9 @@ def test_absolute_thresholds_are_those_of_the_paper():
 
 
 def test_a_schedule_says_when():
-    run = ct.fit(ct.CFL(schedule=(15, 30)), digits_task, permuted(groups=4), rounds=45)
-    assert [len(row["members"]) for row in run.history[13:15]] == [1, 2]
-    assert run.ari == 1.0 or len(run.models) == 3
-    assert {node.since + 1 for node in run.state.tree.values()} <= {0, 15, 30}
+    run = ct.fit(ct.CFL(schedule=(15, 30, 45)), digits_task, permuted(groups=4), rounds=60)
+    assert [len(row["members"]) for row in run.history[13:60:15]] == [1, 2, 3, 4] and run.ari == 1.0
+    assert [node.since + 1 for node in run.state.tree.values()] == [0, 15, 15, 30, 30, 45, 45]
 
 
 def test_a_second_split_moves_the_right_clients():
@@ -137,7 +136,7 @@ def test_a_second_split_moves_the_right_clients():
 
 def test_a_split_that_hurts_is_undone_and_not_made_again(caplog):
     caplog.set_level(logging.INFO, "coterie")
-    algorithm = ct.CFL(schedule=(80, 100), contrast=0.0, holdout=0.3)
+    algorithm = ct.CFL(schedule=(80, 100), holdout=0.3)
     run = ct.fit(algorithm, digits_task, ct.data.digits(20), rounds=110, evaluations=1)
     assert len(run.models) == 1 and run.state.tree[0].refused
     assert ["split into" in m for m in messages(caplog)] == [True, False] and "undone" in messages(caplog)[1]
@@ -150,7 +149,7 @@ def test_contrast_tells_noise_from_groups():
     noise = torch.randn(12, 500, generator=g)
     groups = torch.arange(12) % 2 == 1
     halves = torch.from_numpy(bipartition(cosines(noise)).second)
-    assert contrast(noise, halves) < 2 < 3 < contrast(noise + 2.0 * groups[:, None], groups)
+    assert contrast(noise, halves) < 1.7 < 3 < contrast(noise + 2.0 * groups[:, None], groups)
     assert contrast(noise[:2], torch.tensor([False, True])) == torch.inf
 
 

@@ -10,6 +10,7 @@ Algorithm 5, which is Algorithm 3 unrolled into rounds; equations and sections a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,11 +47,12 @@ class Node(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A split: the clients of either half, and their largest similarity."""
+    """A split: the clients of either half, their largest similarity, and how clearly the halves differ."""
 
     first: Tensor
     second: Tensor
     cross: float
+    contrast: float
 
 
 class State(NamedTuple):
@@ -84,8 +86,8 @@ class CFL(LocalTraining, Algorithm):
             (33), as printed; they depend on the model, the step size and the local steps.
         eps1: See above.
         eps2: See above.
-        schedule: Rounds (1 is the first) in which clusters are split, in place of (32) and (33), as in the paper's
-            experiments. Empty for none.
+        schedule: Rounds (1 is the first) in which a cluster is split, that with the greatest contrast, whatever the
+            thresholds say: three rounds for four groups, as in the paper's experiments. Empty for none.
         gamma_max: γ_max of (39), the noise that clients' updates are assumed to have: a split is made only if
             √((1 - α_cross) / 2) is larger.
         contrast: A split is made only if the halves' means are so many times as far apart, squared, as they would be
@@ -117,7 +119,7 @@ class CFL(LocalTraining, Algorithm):
     eps2: float = setting(0.5, low=0)
     schedule: tuple[int, ...] = ()
     gamma_max: float = setting(0.0, low=0)
-    contrast: float = setting(3.0, low=0)
+    contrast: float = setting(2.0, low=0)
     compare: Literal["update", "gradient"] = "update"
     linkage: Linkage = "single"
     sketch: int | None = setting(None, low=2)
@@ -358,18 +360,26 @@ class CFL(LocalTraining, Algorithm):
             clients = self._fresh(state, v)
             if len(clients) < 2 or not self._disagree(state, c, clients):
                 continue
-            updates, told = state.updates[clients], f"CFL: round {state.round + 1}: cluster {c} is"
-            halves = bipartition(cosines(updates), self.linkage)  # lines 14 and 15
-            second = torch.from_numpy(halves.second)
-            if reason := self._unsafe(updates, second, halves.cross):
-                if not tree[v].warned:
-                    cohort.tell(f"{told} not split: {reason}")
+            cut = self._cut(clients, state.updates[clients])
+            if not (reason := self._unsafe(cut)):
+                cuts[c] = cut
+            elif not tree[v].warned:
+                cohort.tell(f"CFL: round {state.round + 1}: cluster {c} is not split: {reason}")
                 tree[v] = tree[v]._replace(warned=True)
-                continue
-            cuts[c] = Cut(clients[~second], clients[second], halves.cross)
-            sizes = f"{len(cuts[c].first)} and {len(cuts[c].second)} clients"
-            cohort.tell(f"{told} split into {sizes} (α_cross = {halves.cross:.3f})")
+        if self.schedule and cuts:  # one at a time: k - 1 rounds are scheduled for k groups
+            clearest = max(cuts, key=lambda c: (isfinite(cuts[c].contrast), cuts[c].contrast))
+            cuts = {clearest: cuts[clearest]}
+        for c, cut in cuts.items():
+            sizes = f"{len(cut.first)} and {len(cut.second)} clients"
+            told = f"α_cross = {cut.cross:.3f}, {cut.contrast:.1f} times as far apart as by chance"
+            cohort.tell(f"CFL: round {state.round + 1}: cluster {c} is split into {sizes} ({told})")
         return state._replace(tree=tree), cuts
+
+    def _cut(self, clients: Tensor, updates: Tensor) -> Cut:
+        """Lines 14 to 16: the two halves of some clients."""
+        halves = bipartition(cosines(updates), self.linkage)
+        second = torch.from_numpy(halves.second)
+        return Cut(clients[~second], clients[second], halves.cross, contrast(updates, second))
 
     def _fresh(self, state: State, v: int) -> Tensor:
         """A leaf's clients whose last update is not too old and was made since the leaf is there."""
@@ -391,15 +401,15 @@ class CFL(LocalTraining, Algorithm):
             return False
         return mean < self.eps1 * float(lengths.max()) and float(lengths.mean()) > self.eps2 * float(state.peak[c])
 
-    def _unsafe(self, updates: Tensor, second: Tensor, cross: float) -> str | None:
+    def _unsafe(self, cut: Cut) -> str | None:
         """Why a split is not to be trusted, by line 17 and by chance."""
-        margin = max(0.0, (1 - cross) / 2) ** 0.5
+        margin = max(0.0, (1 - cut.cross) / 2) ** 0.5
         if margin < SAME:
             return "all updates point the same way"
         if margin <= self.gamma_max:  # (39)
             return f"√((1 - α_cross) / 2) is {margin:.3f}, not above gamma_max = {self.gamma_max:g}"
-        if (times := contrast(updates, second)) < self.contrast:
-            return f"the halves are {times:.1f} times as far apart as by chance, less than {self.contrast:g}"
+        if cut.contrast < self.contrast and not self.schedule:
+            return f"the halves are {cut.contrast:.1f} times as far apart as by chance, less than {self.contrast:g}"
         return None
 
     def _split(self, state: State, c: int, theta: Params, cut: Cut) -> State:
