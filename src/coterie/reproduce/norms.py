@@ -35,7 +35,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 def _lengths(spec: dict[str, Any], case: dict[str, Any], device: str) -> dict[str, list[float]]:
     """The lengths, averaged over seeds and over `every` rounds at a time."""
     each = [_one(spec, case, seed, device) for seed in spec["seeds"]]
-    mean = np.mean(each, axis=0).reshape(2, -1, spec["every"]).mean(-1)
+    mean = np.mean(each, axis=0, dtype=float).reshape(2, -1, spec["every"]).mean(-1)
     return {what: line.round(5).tolist() for what, line in zip(LENGTHS, mean, strict=True)}
 
 
@@ -43,8 +43,8 @@ def _one(spec: dict[str, Any], case: dict[str, Any], seed: int, device: str) -> 
     """Both lengths in every round (2, T) of one run that never splits."""
     federation = relabelled(case["data"], seed)
     cohort = everybody(build_task(spec["task"]), federation, seed, device)
-    local = {what: spec[what] for what in ("lr", "tau", "batch")}
-    algorithm = CFL(schedule=(spec["rounds"] + 1,), holdout=0.0, **local)
+    never = (spec["rounds"] + 1,)
+    algorithm = CFL(schedule=never, holdout=0.0, lr=spec["lr"], tau=spec["tau"], batch=case["batch"])
     lengths = [
         torch.stack([s.updates.mean(0).norm(), s.updates.norm(dim=1).max()])
         for s in itertools.islice(states_of(algorithm, cohort, spec["rounds"], seed), 1, None)
@@ -53,16 +53,17 @@ def _one(spec: dict[str, Any], case: dict[str, Any], seed: int, device: str) -> 
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel per case."""
-    fig = plots.figure(9, 3.6)
-    panels = fig.subplots(1, len(result["curves"]), sharey=True, squeeze=False)[0]
-    for axes, (name, lines) in zip(panels, result["curves"].items(), strict=True):
+    """A panel per case, two to a row."""
+    height = -(-len(result["curves"]) // 2)
+    fig = plots.figure(9, 0.6 + 2.8 * height)
+    panels = fig.subplots(height, 2, sharex=True, sharey=True, squeeze=False)
+    for axes, (name, lines) in zip(panels.flat, result["curves"].items(), strict=True):
         for (what, label), colour in zip(LENGTHS.items(), plots.COLOURS, strict=False):
             x = (np.arange(len(lines[what])) + 0.5) * result["every"]
             axes.semilogy(x, lines[what], color=colour, label=label)
         axes.set_title(name, fontsize=10)
-        axes.set_xlabel("round")
         plots.tidy(axes)
-    panels[0].set_ylabel("length")
-    panels[-1].legend(fontsize=8, frameon=False)
+    panels[0, -1].legend(fontsize=8, frameon=False)
+    fig.supxlabel("round", fontsize=9)
+    fig.supylabel("length", fontsize=9)
     plots.save(fig, path)
