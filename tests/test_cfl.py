@@ -121,6 +121,16 @@ def test_a_schedule_says_when():
     assert [node.since + 1 for node in run.state.tree.values()] == [0, 15, 15, 30, 30, 45, 45]
 
 
+def test_until_it_splits_it_is_fedavg():
+    settings = {"batch": 16, "tau": 5, "weights": "size"}
+    runs = [
+        ct.fit(algorithm, digits_task, permuted(), rounds=5)
+        for algorithm in (ct.CFL(holdout=0.0, schedule=(99,), **settings), ct.FedAvg(**settings))
+    ]
+    for name, x in runs[0].models[0].items():
+        assert torch.allclose(x, runs[1].models[0][name], atol=1e-6)
+
+
 def test_a_second_split_moves_the_right_clients():
     """The authors' code takes positions within a cluster for clients: right for the first split only."""
     run = ct.fit(ct.CFL(schedule=(15, 30, 45)), digits_task, permuted(groups=4), rounds=60)

@@ -187,7 +187,7 @@ class CFL(LocalTraining, Algorithm):
             return Reply(delta, weight, sent["label"], note)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
-            held, rows = hold_out(n, self.holdout, key)
+            held, rows = hold_out(n, self.holdout, key) if self.holdout else (torch.arange(0), torch.arange(n))
             batches = self.draw_batches(len(rows), key, when)
             drawn = {"held": held, "rows": rows} if self.holdout else {}
             return drawn if batches is None else {**drawn, "batches": among(rows, batches)}
