@@ -89,3 +89,9 @@ def test_updates_stay_long_only_where_clients_are_incongruent(tmp_path):
 def test_new_clients_find_their_group(tmp_path):
     last = quick("cfl-new-clients", tmp_path)["rows"][-1]
     assert last["old clients, purity"] == last["rightly placed"] == 1
+
+
+@needs_mnist
+def test_cfl_splits_swapped_labels(tmp_path):
+    cfl, alone = quick("cfl-mnist", tmp_path)["rows"]
+    assert cfl["all groups"] == "1 of 1" and cfl["ours"] > alone["ours"] + 5

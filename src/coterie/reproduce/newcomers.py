@@ -16,8 +16,7 @@ from coterie.evaluate import evaluate
 from coterie.federation import Federation
 from coterie.metrics import purity
 from coterie.reproduce.notebook import Notebook
-from coterie.reproduce.rounds import everybody, states_of
-from coterie.reproduce.separation import relabelled
+from coterie.reproduce.rounds import everybody, seeded, states_of
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
 
 def _one(spec: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
-    old, new = _parted(relabelled(spec["data"], seed), spec["trained"])
+    old, new = _parted(seeded(spec["data"], seed), spec["trained"])
     algorithm, task = build_algorithm(spec["algorithm"]), build_task(spec["task"])
     assert isinstance(algorithm, CFL)
     cohort = everybody(task, old, seed, device)

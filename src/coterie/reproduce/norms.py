@@ -13,8 +13,7 @@ from coterie import plots
 from coterie.algorithms import CFL
 from coterie.config import build_task
 from coterie.reproduce.notebook import Notebook
-from coterie.reproduce.rounds import everybody, states_of
-from coterie.reproduce.separation import relabelled
+from coterie.reproduce.rounds import everybody, seeded, states_of
 
 LENGTHS = {"mean": "of the mean update, (32)", "largest": "of the longest update of a client, (33)"}
 
@@ -41,7 +40,7 @@ def _lengths(spec: dict[str, Any], case: dict[str, Any], device: str) -> dict[st
 
 def _one(spec: dict[str, Any], case: dict[str, Any], seed: int, device: str) -> np.ndarray:
     """Both lengths in every round (2, T) of one run that never splits."""
-    federation = relabelled(case["data"], seed)
+    federation = seeded(case["data"], seed)
     cohort = everybody(build_task(spec["task"]), federation, seed, device)
     never = (spec["rounds"] + 1,)
     algorithm = CFL(schedule=never, holdout=0.0, lr=spec["lr"], tau=spec["tau"], batch=case["batch"])

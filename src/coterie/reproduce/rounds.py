@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from coterie.algorithms.base import Algorithm
 from coterie.cohort import Cohort
+from coterie.config import build_federation
+from coterie.data import CHANGES
 from coterie.executors import find_device, find_executor
 from coterie.federation import Federation
 from coterie.key import Key
 from coterie.precision import check_precision
 from coterie.run import CLIENTS, START
 from coterie.task import Task
+
+
+def seeded(data: dict[str, Any], seed: int, **more: Any) -> Federation:
+    """The federation of a table, with this seed for the dealing and for all that its changes draw."""
+    draws = {name for name, change in CHANGES.items() if "seed" in inspect.signature(change).parameters}
+    change = [{**c, "seed": seed} if c["name"] in draws else c for c in data.get("change", [])]
+    return build_federation({**data, **more, "seed": seed, "change": change})
 
 
 def states(

@@ -17,10 +17,9 @@ from torch import Tensor
 from coterie import plots
 from coterie.algorithms import CFL
 from coterie.algorithms.bipartition import bipartition, cosines, separation_gap
-from coterie.config import build_federation, build_task
-from coterie.federation import Federation
+from coterie.config import build_task
 from coterie.reproduce.notebook import Notebook
-from coterie.reproduce.rounds import everybody, states_of
+from coterie.reproduce.rounds import everybody, seeded, states_of
 
 VECTORS = {"update": "weight update", "gradient": "gradient"}
 
@@ -46,19 +45,13 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
     return {"seeds": spec["seeds"], "paper": spec["paper"], "rows": rows}
 
 
-def relabelled(data: dict[str, Any], seed: int, **more: Any) -> Federation:
-    """The federation of a table, with this seed for the dealing and for the groups' labels."""
-    change = [{**c, "seed": seed} if c["name"] == "swap_labels" else c for c in data["change"]]
-    return build_federation({**data, **more, "seed": seed, "change": change})
-
-
 def is_correct(second: np.ndarray, groups: np.ndarray) -> bool:
     """Definition 1: no group has clients in both halves."""
     return not set(groups[second]) & set(groups[~second])
 
 
 def _gaps(spec: dict[str, Any], n: int, seed: int, device: str) -> list[dict[str, Any]]:
-    federation, batch = relabelled(spec["data"], seed, rows=n), min(spec["batch"], n)
+    federation, batch = seeded(spec["data"], seed, rows=n), min(spec["batch"], n)
     assert federation.groups is not None
     groups, cohort = federation.groups.numpy(), everybody(build_task(spec["task"]), federation, seed, device)
     steps, never = spec["epochs"] * -(-n // batch), (spec["rounds"] + 1,)

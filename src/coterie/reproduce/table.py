@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from coterie import plots
-from coterie.config import build_algorithm, build_federation, build_task
+from coterie.config import build_algorithm, build_task
 from coterie.reproduce.notebook import Notebook
+from coterie.reproduce.rounds import seeded
 from coterie.run import fit
 
 
@@ -41,7 +42,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
 
 def _every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device: str) -> list[dict[str, Any]]:
-    federation = build_federation({**column["data"], "seed": seed})
+    federation = seeded(column["data"], seed)
     return [
         {"column": column["name"], "method": row["name"], "seed": seed, **_one(spec, row, federation, seed, device)}
         for row in spec["methods"]
@@ -53,11 +54,11 @@ def _one(spec: dict[str, Any], row: dict[str, Any], federation: Any, seed: int, 
     algorithm, task = build_algorithm(row["algorithm"]), build_task(spec["task"])
     done = fit(algorithm, task, federation, rounds=row["rounds"], seed=seed, device=device, evaluations=1)
     scores = done.evaluate(choose_on=spec["choose_on"])
-    clustered = hasattr(algorithm, "k")
+    clustered = hasattr(algorithm, "k") or algorithm.tree(done.state) is not None
     return {
         "score": 100 * scores.mean,
         "purity": scores.clustering["purity"] if clustered else None,
-        "found": scores.clustering["purity"] > 0.999 if clustered else None,
+        "found": scores.clustering["ari"] > 0.999 if clustered else None,
         "seconds": time.monotonic() - begin,
     }
 
