@@ -299,6 +299,7 @@ def test_only_algorithms_that_split_have_a_tree():
         ({"gamma_max": 1.0}, "CFL: gamma_max must be at least 0 and below 1, got 1"),
         ({"gamma_max": -0.1}, "CFL: gamma_max must be at least 0, got -0.1"),
         ({"schedule": (0, 5)}, "CFL: schedule holds round 0, but the first round is 1"),
+        ({"schedule": (20, 30)}, "CFL: schedule has rounds 20 and 30, but a split is judged for patience = 10 rounds"),
         ({"privacy": "rot13"}, "CFL: privacy must be 'none' or 'permutation' or 'rotation', got 'rot13'"),
         ({"sketch": 1}, "CFL: sketch must be at least 2, got 1"),
     ],

@@ -10,6 +10,7 @@ Algorithm 5, which is Algorithm 3 unrolled into rounds; equations and sections a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
@@ -158,6 +159,8 @@ class CFL(LocalTraining, Algorithm):
         """Lines 5 to 23."""
         chosen = cohort.sample(self.fraction)
         state, chosen = self._settle(state, chosen)
+        if not len(chosen):  # all who were drawn wait at inner nodes, with nothing to be compared by
+            return state._replace(round=state.round + 1), Report(chosen.clients, torch.zeros(0))
         state, theta, report = self._exchange(state, chosen)  # lines 5-12
         state, split = self._splits(state, cohort)  # lines 13-19, at the models that the updates were made at
         after = state._replace(theta=theta)
@@ -477,6 +480,12 @@ class CFL(LocalTraining, Algorithm):
             raise ValueError(f"CFL: gamma_max must be at least 0 and below 1, got {self.gamma_max:g}")
         if early := [t for t in self.schedule if t < 1]:
             raise ValueError(f"CFL: schedule holds round {early[0]}, but the first round is 1")
+        for a, b in pairwise(sorted(self.schedule)):
+            if self.holdout and b - a <= self.patience:
+                raise ValueError(
+                    f"CFL: schedule has rounds {a} and {b}, but a split is judged for patience = {self.patience} "
+                    "rounds before the next; lower patience, or set holdout to 0"
+                )
 
 
 def contrast(updates: Tensor, second: Tensor) -> float:
