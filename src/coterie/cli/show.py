@@ -111,8 +111,8 @@ def experiment(result: dict[str, Any]) -> None:
     console.print(f"[bold]{result['name']}[/bold]  {result['title']}")
     rows = result["rows"]
     same = [n for n in rows[0] if len(rows) > 1 and all(r[n] == rows[0][n] for r in rows)]
-    if same:
-        console.print("in all rows: " + ", ".join(f"{n} {rows[0][n]}" for n in same), style="dim")
+    if told := [f"{n} {rows[0][n]}" for n in same if rows[0][n] is not None]:
+        console.print("in all rows: " + ", ".join(told), style="dim")
     columns = [n for n in rows[0] if n not in same]
     table = _table(*[n if isinstance(rows[0][n], str) else f">{n}" for n in columns])
     for row in rows:

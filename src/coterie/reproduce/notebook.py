@@ -70,10 +70,12 @@ class Notebook:
 
 
 def commit() -> str:
-    """The commit of this checkout; COTERIE_COMMIT tells it where git does not."""
+    """The commit of this checkout, as git knows it; COTERIE_COMMIT comes first, for copies that git knows wrongly."""
+    if told := os.environ.get("COTERIE_COMMIT"):
+        return told
     ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         told = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
     except OSError:  # there is no git here
         told = ""
-    return told or os.environ.get("COTERIE_COMMIT", "unknown")
+    return told or "unknown"

@@ -72,12 +72,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         rows = [r for r in result["rows"] if r["data"] == name]
         for x, row in enumerate(rows):
             axes.bar(x, row["ours"], yerr=row["±"], color=plots.COLOURS[methods.index(row["method"])], capsize=3)
-            axes.text(x, row["ours"] + 0.8, f"{row['ours']:.2f}", ha="center", fontsize=7)
+            axes.text(x, row["ours"] + row["±"] + 0.6, f"{row['ours']:.2f}", ha="center", fontsize=7)
             if row["paper"] is not None:
                 axes.plot([x - 0.4, x + 0.4], [row["paper"]] * 2, color="black", lw=1.5, ls=(0, (2, 1)))
         axes.set_xticks(range(len(rows)), [r["method"] for r in rows], rotation=35, ha="right", fontsize=8)
         axes.set_title(name, fontsize=10)
         axes.set_ylim(bottom=min(r["ours"] for r in result["rows"]) - 8)
         plots.tidy(axes)
-    fig.axes[0].set_ylabel("test accuracy (%); dashed: paper")
+    compared = any(r["paper"] is not None for r in result["rows"])
+    fig.axes[0].set_ylabel("test accuracy (%)" + ("; dashed: paper" if compared else ""))
     plots.save(fig, path)
