@@ -9,9 +9,10 @@ import torch
 from scipy.spatial.distance import squareform
 
 import coterie as ct
+from coterie.algorithms import disguise
 from coterie.algorithms.bipartition import bipartition, cosines, separation_gap
 from coterie.algorithms.cfl import contrast
-from coterie.algorithms.disguise import Disguise, shapes_of, sketch
+from coterie.algorithms.disguise import Disguise, Sketch, shapes_of
 from coterie.data.source import folder
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
@@ -160,6 +161,8 @@ def test_contrast_tells_noise_from_groups():
     groups = torch.arange(12) % 2 == 1
     halves = torch.from_numpy(bipartition(cosines(noise)).second)
     assert contrast(noise, halves) < 1.7 < 3 < contrast(noise + 2.0 * groups[:, None], groups)
+    loud = torch.cat([2 * noise[:1], noise[1:]])  # a client with few rows is noisier, and no group of its own
+    assert contrast(loud, torch.arange(12) == 0) < 1.5
     assert contrast(noise[:2], torch.tensor([False, True])) == torch.inf
 
 
@@ -226,6 +229,39 @@ def test_zero_and_diverging_clients_are_kept_out_and_named(caplog):
     assert len(set(run.labels[2::2])) == len(set(run.labels[3::2])) == 1 and run.labels[2] != run.labels[3]
 
 
+def test_mute_clients_are_named_once_also_if_they_are_seldom_drawn(caplog):
+    caplog.set_level(logging.INFO, "coterie")
+    g = torch.Generator().manual_seed(0)
+    rows = [(torch.randn(10, 5, generator=g), torch.randn(10, generator=g)) for _ in range(8)]
+    rows[0] = torch.zeros(10, 5), rows[0][1]
+    task = ct.Task.regressor(torch.nn.Linear(5, 1, bias=False))
+    ct.fit(ct.CFL(fraction=0.4, lr=0.01, schedule=(99,)), task, Federation.from_clients(rows), rounds=20)
+    assert len(told := messages(caplog)) == 1 and "client 0 is kept out of splits: its update is all zero" in told[0]
+
+
+def test_clients_with_too_few_rows_to_hold_any_out_are_split_too():
+    few = permuted().map(lambda i, x, y: (x[:9], y[:9]))
+    assert len(ct.fit(ct.CFL(), digits_task, few, rounds=100, evaluations=1).models) > 1
+
+
+def test_steps_that_shrink_do_not_keep_groups_together():
+    assert ct.fit(ct.CFL(decay=0.97), digits_task, permuted(), rounds=120, evaluations=1).ari == 1.0
+
+
+def test_if_all_diverge_it_is_an_error():
+    with pytest.raises(ct.Diverged, match="no longer finite"):
+        ct.fit(ct.CFL(lr=1e30), digits_task, permuted(), rounds=3)
+
+
+def test_a_leaf_of_which_nothing_is_heard_is_not_taken_for_perfect():
+    algorithm, cohort = ct.CFL(schedule=(15,)), cohort_of(permuted())
+    state = algorithm.start(digits_task, cohort.at(0), Key.of(0))
+    for t in range(20):
+        here = (algorithm.labels(state) == 0).nonzero().flatten() if t > 14 else torch.arange(20)
+        state, _ = algorithm.round(state, cohort.only(here).at(t))
+    assert len(state.leaves) == 2 and bool(torch.isinf(state.best[1])) and int(state.still[1]) == 0
+
+
 # --- privacy ----------------------------------------------------------------------------------------------------------
 
 
@@ -245,11 +281,35 @@ def test_a_disguise_changes_nothing_but_what_the_server_sees(privacy):
     assert set(hidden.state.theta) == {"disguised"}
 
 
+@pytest.mark.parametrize("settings", [{"privacy": "permutation"}, {"privacy": "rotation"}, {"sketch": 100}])
+def test_nothing_is_drawn_inside_vmap(settings, tmp_path, caplog):
+    """As in a new process that goes on with a run, where no map has been made yet."""
+    caplog.set_level(logging.INFO, "coterie")
+    for rounds in (2, 4):
+        for cached in (disguise._order, disguise._signs, disguise._rotation):
+            cached.cache_clear()
+        run = ct.fit(
+            ct.CFL(**settings), digits_task, permuted(), rounds=rounds, out=tmp_path / "run", resume=rounds > 2
+        )
+    for cached in (disguise._order, disguise._signs, disguise._rotation):
+        cached.cache_clear()
+    assert run.assign(*permuted().train.client(0)) == 0
+    assert not any("one by one" in r.getMessage() for r in caplog.records)
+
+
+def test_for_a_place_in_the_tree_a_client_sends_only_what_is_compared():
+    algorithm, cohort = ct.CFL(sketch=50), cohort_of(permuted())
+    state = algorithm.start(digits_task, cohort.at(0), Key.of(0))
+    sent = {"theta": state.theta, "lr": torch.full((1,), 0.1), "label": torch.zeros(1, dtype=torch.long)}
+    reply = cohort.gather(algorithm.probe, sent, rows=torch.zeros(20, dtype=torch.long))
+    assert reply.update == () and reply.note["vector"].shape == (20, 50)
+
+
 def test_a_disguise_keeps_lengths_and_angles():
     like = {"w": torch.randn(7, 9), "b": torch.randn(7)}
-    disguise = Disguise("rotation", 3, shapes_of(like))
-    one, two = (disguise.put_on({n: torch.randn_like(x) for n, x in like.items()})["disguised"] for _ in range(2))
-    back = [flat(disguise.take_off({"disguised": v}), axes=0) for v in (one, two)]
+    hide = Disguise("rotation", 3, shapes_of(like))
+    one, two = (hide.put_on({n: torch.randn_like(x) for n, x in like.items()})["disguised"] for _ in range(2))
+    back = [flat(hide.take_off({"disguised": v}), axes=0) for v in (one, two)]
     assert torch.allclose(one @ two, back[0] @ back[1], atol=1e-4) and torch.allclose(one.norm(), back[0].norm())
 
 
@@ -257,7 +317,7 @@ def test_sketches_keep_cosines_on_average():
     g = torch.Generator().manual_seed(0)
     a = torch.randn(20_000, generator=g)
     b = a + torch.randn(20_000, generator=g)
-    short = [sketch(v, 2000) for v in (a, b)]
+    short = [Sketch(20_000, 2000)(v) for v in (a, b)]
     wanted, got = (torch.nn.functional.cosine_similarity(u, v, dim=0) for u, v in ((a, b), short))
     assert got == pytest.approx(float(wanted), abs=0.05)
 

@@ -111,7 +111,7 @@ def minibatches(n: int, size: int, steps: int, generator: torch.Generator) -> Te
         >>> sorted(rows.flatten().tolist())     # one pass: the last batch holds one row
         [-1, 0, 1, 2, 3, 4]
     """
-    per_pass = -(-n // size)
+    per_pass = max(1, -(-n // size))
     passes = [torch.randperm(n, generator=generator) for _ in range(-(-steps // per_pass))]
     padded = [torch.nn.functional.pad(p, (0, per_pass * size - n), value=-1) for p in passes]
     return torch.cat(padded).reshape(-1, size)[:steps]

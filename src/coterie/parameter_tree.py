@@ -14,7 +14,7 @@ class Branch(NamedTuple):
 
     parent: int | None
     children: tuple[int, ...]
-    clients: list[int]  # at a leaf all that are in it now, at an inner node those that were there when it was split
+    clients: list[int]  # all that are at it or below
     cluster: int | None  # of a leaf
     round: int  # in which it was made, 0 for the root
     cross: float | None  # the largest similarity across its split

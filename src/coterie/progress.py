@@ -12,16 +12,18 @@ class Progress:
     def __init__(self, name: str, rounds: int, metric: str, device: str, stream: TextIO | None = None) -> None:
         self.name, self.rounds, self.metric, self.device = name, rounds, metric, device
         self.stream = stream or sys.stderr
-        self._score = ""
+        self._score = self._loss = ""
 
     def __call__(self, row: dict[str, Any]) -> None:
         """Show this row of the history."""
         if row.get(self.metric) is not None:
             self._score = f" {self.metric} {row[self.metric]:.3f}"
+        if row["loss"] is not None:
+            self._loss = f" loss {row['loss']:.4f}"
         end = "\n" if row["round"] == self.rounds else ""
         bar = "━" * round(20 * row["round"] / self.rounds)
         self.stream.write(
-            f"\r\033[K{self.name} {bar:<20} round {row['round']}/{self.rounds} loss {row['loss']:.4f}{self._score} "
+            f"\r\033[K{self.name} {bar:<20} round {row['round']}/{self.rounds}{self._loss}{self._score} "
             f"groups {row['groups']} {row['seconds']:.3f} s/round on {self.device}{end}"
         )
         self.stream.flush()

@@ -274,7 +274,7 @@ class _Loop:
         listed = clusters <= LISTED
         return {
             "round": t + 1,
-            "loss": float(report.loss.mean()),
+            "loss": float(report.loss.mean()) if len(report.loss) else None,
             self.cohort.task.metric: score,
             "per_cluster": each if listed else None,
             "changed": int(((old != new) & (old >= 0)).sum()),
@@ -345,7 +345,8 @@ class _Loop:
 
     def _finish(self) -> Run:
         run = self._result()
-        first, last = (run.history[at]["loss"] if run.history else 0.0 for at in (0, -1))
+        losses = [row["loss"] for row in run.history if row["loss"] is not None] or [0.0]
+        first, last = losses[0], losses[-1]
         if last > first:
             log.warning("the loss went up, from %.4g to %.4g; a smaller lr usually helps", first, last)
         if self.record:

@@ -107,7 +107,7 @@ class LocalTraining:
         """Row numbers of every local step (τ, batch), or None for full batches."""
         if self.batch is None:
             return None
-        return minibatches(n, min(self.batch, n), self.tau, key.fold(_BATCHES, *when).generator())
+        return minibatches(n, max(1, min(self.batch, n)), self.tau, key.fold(_BATCHES, *when).generator())
 
     def train(self, task: Task, prox: float = 0.0) -> ClientStep:
         """A client step: train the model that was sent, and send back the result."""

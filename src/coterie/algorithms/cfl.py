@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, LocalTraining, Report, among, hold_out
 from coterie.algorithms.bipartition import Linkage, bipartition, cosines
-from coterie.algorithms.disguise import Disguise, Kind, shapes_of, sketch
+from coterie.algorithms.disguise import Disguise, Kind, Sketch, shapes_of
 from coterie.client import ClientStep, Local, Reply, local_update, mean_gradient, mean_loss, pick
 from coterie.cohort import Cohort, slot_mean, slot_sum
 from coterie.key import Key
@@ -29,6 +29,7 @@ from coterie.task import Data, Task
 from coterie.tree import Params, flat, stack, take, to_device, tree_map
 
 ROOT = 0
+BLIND = 1 / 3  # of eps1, where no held-out rows tell whether a cluster is stationary
 LOWER = 0.02  # a loss is clearly lower than another by this share of it
 SAME = 1e-3  # √((1 - α_cross) / 2) below which updates differ by rounding only
 
@@ -44,6 +45,7 @@ class Node(NamedTuple):
     since: int  # the round in which it was made, -1 at the root
     cross: float  # α_cross of its split
     refused: bool  # whether a split of it was undone
+    judged: bool  # whether its split has stood its trial
     warned: bool  # whether it has been told why it is not split
 
 
@@ -65,10 +67,11 @@ class State(NamedTuple):
     node: Tensor  # every client's node (m,); an inner one if it was not heard of when that was split
     updates: Tensor  # every client's latest update, gradient or sketch (m, …)
     heard: Tensor  # the round of that (m,), -1 for none
+    mute: Tensor  # whether what it sent last could not be compared (m,)
     weight: Tensor  # how heavily it counts (m,)
     held: Tensor  # its loss then on the rows it holds out (m,), infinite if none
     before: Tensor  # the same under its parent's θ* (m,)
-    peak: Tensor  # the greatest mean length of its clients' updates since a leaf is there (k,)
+    peak: Tensor  # the greatest mean length of its clients' updates, over γ, since a leaf is there (k,)
     best: Tensor  # the last held-out loss that was clearly lower than those before, by leaf (k,)
     still: Tensor  # rounds since then (k,)
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the parameters
@@ -84,7 +87,7 @@ class CFL(LocalTraining, Algorithm):
             shorter than eps1 times the longest update of its clients and, if rows are held out, the loss on those has
             not fallen by 2% in `patience` rounds; its clients are incongruent while their updates are on average longer
             than eps2 times what they have been at most. "absolute": eps1 and eps2 are the lengths ε₁ and ε₂ of (32) and
-            (33), as printed; they depend on the model, the step size and the local steps.
+            (33), as printed; they depend on the model, the step size and the local steps, and are to be given.
         eps1: See above.
         eps2: See above.
         schedule: Rounds (1 is the first) in which a cluster is split, that with the greatest contrast, whatever the
@@ -97,7 +100,8 @@ class CFL(LocalTraining, Algorithm):
         linkage: "single" is Algorithm 1; "complete" is the authors' code.
         sketch: Compare random projections of this length; the server then sees sums and projections only.
         holdout: Share of every client's rows that is kept out of training, to see when a cluster is stationary and to
-            judge splits. With 0, only eps1 tells the one (0.1 is then a better value), and no split is undone.
+            judge splits. With 0, or where clients have too few rows, only the mean update tells the one, which must be
+            shorter than a third of eps1 then; and no split is undone.
         patience: See `thresholds`. Also, a split is judged so many rounds after it was made, and undone if the held-out
             loss of either half is higher than it was under the model before. Until then neither is split again.
         max_age: A client's last update counts in a split for so many rounds. Clients not heard of for longer stay
@@ -136,7 +140,18 @@ class CFL(LocalTraining, Algorithm):
         theta = task.init(key.fold(0))
         shapes, m = shapes_of(theta), cohort.population
         hidden = self._disguise(shapes).put_on(theta)
-        root = Node(-1, (), {}, torch.arange(m), torch.zeros(0, 0), since=-1, cross=1.0, refused=False, warned=False)
+        root = Node(
+            -1,
+            (),
+            {},
+            torch.arange(m),
+            torch.zeros(0, 0),
+            since=-1,
+            cross=1.0,
+            refused=False,
+            judged=False,
+            warned=False,
+        )
         state = State(
             theta=stack([hidden]),
             leaves=(ROOT,),
@@ -144,6 +159,7 @@ class CFL(LocalTraining, Algorithm):
             node=torch.full((m,), ROOT),
             updates=torch.zeros(m, self.sketch or flat(hidden, axes=0).numel()),
             heard=torch.full((m,), -1),
+            mute=torch.zeros(m, dtype=torch.bool),
             weight=torch.zeros(m),
             held=torch.full((m,), torch.inf),
             before=torch.full((m,), torch.inf),
@@ -171,7 +187,11 @@ class CFL(LocalTraining, Algorithm):
 
     def step(self, task: Task) -> ClientStep:
         """Lines 7 and 8 at one client: train the model that was sent, and send what has changed."""
-        disguise = self._disguise(shapes_of(task.init(Key.of(0))))
+        disguise = self._disguise(shapes_of(like := task.init(Key.of(0))))
+        project = Sketch(flat(disguise.put_on(like), axes=0).numel(), self.sketch) if self.sketch else None
+
+        def vector(params: Params) -> Tensor:
+            return flat(params, axes=0) if project is None else project(flat(params, axes=0))
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             theta = disguise.take_off(sent["theta"])
@@ -184,9 +204,9 @@ class CFL(LocalTraining, Algorithm):
             weight = torch.where(fine, self.weight(local.data), 0.0)
             note = {"loss": loss, "held": self._held(task, theta, local), "weight": weight}
             if self.compare == "gradient":
-                note["vector"] = self._vector(disguise.put_on(mean_gradient(task, theta, own)))
+                note["vector"] = vector(disguise.put_on(mean_gradient(task, theta, own)))
             elif self.sketch:
-                note["vector"] = self._vector(delta)
+                note["vector"] = vector(delta)
             return Reply(delta, weight, sent["label"], note)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
@@ -196,6 +216,17 @@ class CFL(LocalTraining, Algorithm):
             return drawn if batches is None else {**drawn, "batches": among(rows, batches)}
 
         return ClientStep(run, draw if self.holdout or self.batch else None)
+
+    def probe(self, task: Task) -> ClientStep:
+        """Algorithm 4, line 5 at one client: only what is compared of what it would send."""
+        step = self.step(task)
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            reply = step.run(sent, local)
+            vector = reply.note["vector"] if "vector" in reply.note else flat(reply.update, axes=0)
+            return Reply((), reply.weight, reply.slot, {"vector": vector})
+
+        return ClientStep(run, step.draw)
 
     def models(self, state: State) -> Params:
         """The leaves' models, in the clear: what the clients make of the server's answer."""
@@ -214,18 +245,23 @@ class CFL(LocalTraining, Algorithm):
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Algorithm 4: walk down the tree, always to the branch with the most similar update."""
-        v, step, n = ROOT, self.step(task), len(data.x)  # line 2
+        v, step, n = ROOT, self.probe(task), len(data.x)  # line 2
         draws = step.draw(n, Key.of(0), (0,)) if step.draw else {}
         local = Local(data, tree_map(lambda x: x.to(data.x.device), draws), ())
         while state.tree[v].children:  # lines 3-13
-            reply = step.run({"theta": state.tree[v].theta, **self._terms(state, v)}, local)
-            v = self._branch(state, v, self._compared(tree_map(lambda x: x[None], reply)))[0]
+            terms = tree_map(lambda x: x.to(data.x.device), self._terms(state, v))
+            reply = step.run({"theta": state.tree[v].theta, **terms}, local)
+            v = self._branch(state, v, reply.note["vector"][None])[0]
         return state.leaves.index(v)
 
     def tree(self, state: State) -> ParameterTree:
         """The parameter tree, with models in the clear."""
         disguise, models = self._disguise(state.shapes), self.models(state)
-        labels, leaves = self.labels(state), {v: c for c, v in enumerate(state.leaves)}
+        leaves, below = {v: c for c, v in enumerate(state.leaves)}, {v: list[int]() for v in state.tree}
+        for client, v in enumerate(state.node.tolist()):
+            while v >= 0:
+                below[v].append(client)
+                v = state.tree[v].parent
 
         def model(v: int, node: Node) -> Params:
             theta = take(models, leaves[v]) if v in leaves else disguise.take_off(node.theta)
@@ -235,7 +271,7 @@ class CFL(LocalTraining, Algorithm):
             v: Branch(
                 parent=None if node.parent < 0 else node.parent,
                 children=node.children,
-                clients=((labels == leaves[v]).nonzero().flatten() if v in leaves else node.clients).tolist(),
+                clients=below[v],
                 cluster=leaves.get(v),
                 round=node.since + 1,
                 cross=node.cross if node.children else None,
@@ -256,53 +292,51 @@ class CFL(LocalTraining, Algorithm):
             vectors = sums.note["vector"]
         else:
             reply = chosen.gather(self.step, sent, rows=label)
-            sums, vectors = slot_sum(reply, k), self._compared(reply)
+            sums, vectors = slot_sum(reply, k), reply.note.get("vector", flat(reply.update))
         usable = self._usable(state, chosen, vectors, sums.note["weight"])
         theta = tree_map(torch.add, state.theta, slot_mean(sums, otherwise=tree_map(torch.zeros_like, state.theta)))
         told = state._replace(
             updates=_put(state.updates, at[usable], vectors[usable.to(vectors.device)]),
             heard=_put(state.heard, at[usable], torch.full((int(usable.sum()),), state.round)),
+            mute=_put(state.mute, at, ~usable),
             weight=_put(state.weight, at, sums.note["weight"]),
             held=_put(state.held, at, sums.note["held"]),
         )
         loss = sums.note["loss"]
         fine = torch.isfinite(loss) & (sums.note["weight"] > 0)
+        if not bool(fine.any()):  # then it is not one client's fault
+            return told, theta, Report(at, torch.full_like(loss, torch.inf))
         return self._watch(told), theta, Report(at[fine.cpu()], loss[fine])
 
     def _watch(self, state: State) -> State:
         """Note how long the updates of every leaf's clients are, and whether their held-out loss still falls."""
-        length, loss = (torch.zeros_like(state.peak) for _ in range(2))
+        peak, best, still = state.peak.clone(), state.best.clone(), state.still.clone()
         for c, v in enumerate(state.leaves):
-            if len(clients := self._fresh(state, v)):
-                held = state.held[clients]
-                length[c] = state.updates[clients].norm(dim=1).mean()
-                loss[c] = held[torch.isfinite(held)].mean() if bool(torch.isfinite(held).any()) else torch.inf
-        lower = torch.isinf(state.best) | (loss < state.best - LOWER * state.best.abs())
-        return state._replace(
-            peak=state.peak.maximum(length),
-            best=torch.where(lower, loss, state.best),
-            still=torch.where(lower.cpu(), 0, state.still + 1),
-        )
+            clients = self._fresh(state, v)
+            if not bool((state.heard[clients] == state.round).any()):
+                continue  # nothing new of this leaf
+            peak[c] = peak[c].maximum(self._length(state, clients).mean())
+            held = state.held[clients]
+            loss = held[torch.isfinite(held)].mean() if bool(torch.isfinite(held).any()) else best[c]
+            lower = bool(torch.isinf(best[c]) | (loss < best[c] - LOWER * best[c].abs()))
+            best[c], still[c] = (loss, 0) if lower else (best[c], still[c] + 1)
+        return state._replace(peak=peak, best=best, still=still)
+
+    def _length(self, state: State, clients: Tensor) -> Tensor:
+        """How long clients' updates are, in steps of this round's size, so that a step that shrinks does not matter."""
+        step = float(self.step_size(state.round)) if self.compare == "update" else 1.0
+        return state.updates[clients].norm(dim=1) / max(step, torch.finfo(torch.float32).tiny)
 
     def _usable(self, state: State, chosen: Cohort, vectors: Tensor, weight: Tensor) -> Tensor:
         """Which participants' updates can be compared. Others are kept out, never taken for zeros, and named."""
         finite, usable = weight > 0, _comparable(vectors, weight).cpu()
         for i in (~usable).nonzero().flatten().tolist():
             client = int(chosen.clients[i])
-            if state.heard[client] >= state.round - 1:  # it is named when it falls out, not in every round
+            if not state.mute[client]:  # it is named when it falls out, not in every round
                 what = "all zero" if finite[i] else "not finite"
                 name = chosen.federation.name(client)
                 chosen.tell(f"CFL: round {state.round + 1}: {name} is kept out of splits: its update is {what}")
         return usable
-
-    def _compared(self, reply: Reply) -> Tensor:
-        """What the server compares of every reply (c, …)."""
-        return reply.note["vector"] if "vector" in reply.note else flat(reply.update)
-
-    def _vector(self, params: Params) -> Tensor:
-        """A client's update or gradient as it is sent for comparison."""
-        vector = flat(params, axes=0)
-        return sketch(vector, self.sketch) if self.sketch else vector
 
     def _held(self, task: Task, theta: Params, local: Local) -> Tensor:
         """The loss of a model on the rows that the client holds out, infinite if it holds out none."""
@@ -331,8 +365,8 @@ class CFL(LocalTraining, Algorithm):
             inner, rows = at[waiting].unique(return_inverse=True)
             theta = stack([state.tree[v].theta for v in inner.tolist()])
             terms = stack([self._terms(state, v) for v in inner.tolist()])
-            reply = cohort.only(waiting).fold(depth).gather(self.step, {"theta": theta, **terms}, rows=rows)
-            vectors, depth = self._compared(reply), depth + 1
+            reply = cohort.only(waiting).fold(depth).gather(self.probe, {"theta": theta, **terms}, rows=rows)
+            vectors, depth = reply.note["vector"], depth + 1
             sure[waiting] &= _comparable(vectors, reply.weight).cpu()
             for j, v in enumerate(inner.tolist()):
                 own = (rows == j).nonzero().flatten()
@@ -397,12 +431,14 @@ class CFL(LocalTraining, Algorithm):
         if self.schedule:
             return state.round + 1 in self.schedule
         updates, weight = state.updates[clients], state.weight[clients]
-        mean, lengths = float((weight @ updates / weight.sum()).norm()), updates.norm(dim=1)
+        mean, longest = float((weight @ updates / weight.sum()).norm()), float(updates.norm(dim=1).max())
         if self.thresholds == "absolute":
-            return mean < self.eps1 and float(lengths.max()) > self.eps2
-        if self.holdout and int(state.still[c]) < self.patience:
-            return False
-        return mean < self.eps1 * float(lengths.max()) and float(lengths.mean()) > self.eps2 * float(state.peak[c])
+            return mean < self.eps1 and longest > self.eps2
+        blind = bool(torch.isinf(state.best[c]))  # nobody holds rows out
+        if not blind and int(state.still[c]) < self.patience:
+            return False  # on those rows the model still becomes better
+        far = float(self._length(state, clients).mean()) > self.eps2 * float(state.peak[c])
+        return mean < (BLIND if blind else 1.0) * self.eps1 * longest and far
 
     def _unsafe(self, cut: Cut) -> str | None:
         """Why a split is not to be trusted, by line 17 and by chance."""
@@ -418,10 +454,11 @@ class CFL(LocalTraining, Algorithm):
     def _split(self, state: State, c: int, theta: Params, cut: Cut) -> State:
         """Line 18: the leaf becomes an inner node with its stationary model, from which both halves go on."""
         v, new = state.leaves[c], max(state.tree) + 1
-        tree, node, before = dict(state.tree), state.node, state.before
-        tree[v] = tree[v]._replace(children=(new, new + 1), theta=theta, cross=cut.cross)
+        tree, node = dict(state.tree), state.node
+        before = torch.where((state.node == v).to(state.before.device), torch.inf, state.before)
+        tree[v] = tree[v]._replace(children=(new, new + 1), theta=theta, cross=cut.cross, judged=False)
         for child, clients in ((new, cut.first), (new + 1, cut.second)):
-            tree[child] = Node(v, (), {}, clients, state.updates[clients], state.round, 1.0, False, False)
+            tree[child] = Node(v, (), {}, clients, state.updates[clients], state.round, 1.0, False, False, False)
             node = _put(node, clients, torch.full_like(clients, child))
             before = _put(before, clients, state.held[clients])
         return state._replace(
@@ -439,8 +476,9 @@ class CFL(LocalTraining, Algorithm):
         """Undo splits under which a half does worse on the rows its clients hold out than under the model before."""
         for v, parent in list(state.tree.items()):
             since = state.tree[parent.children[0]].since if parent.children else state.round
-            if not self.holdout or state.round - since != self.patience:
+            if not self.holdout or parent.judged or state.round - since < self.patience:
                 continue
+            state = state._replace(tree={**state.tree, v: parent._replace(judged=True)})
             for child in parent.children:
                 known = torch.isfinite(state.held) & torch.isfinite(state.before)
                 clients = (state.node == child) & (state.heard > since) & known.cpu()
@@ -491,7 +529,8 @@ class CFL(LocalTraining, Algorithm):
 def contrast(updates: Tensor, second: Tensor) -> float:
     """How far apart the means of two halves are, squared, over what the scatter within the halves gives by chance.
 
-    About 1 for halves of clients that differ by noise only. Infinite for two single clients, which show no scatter.
+    About 1 for halves of clients that differ by noise only, if the model has some fifty parameters or more; with fewer,
+    the best cut of noise may have 2 and more. Infinite for two single clients, which show no scatter.
 
     Example:
         >>> noise = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
@@ -499,11 +538,16 @@ def contrast(updates: Tensor, second: Tensor) -> float:
         >>> round(contrast(noise, half)), round(contrast(noise + half[:, None], half))
         (1, 6)
     """
-    a, b = updates[~second.to(updates.device)], updates[second.to(updates.device)]
     if len(updates) < 3:
         return torch.inf
-    scatter = sum((x - x.mean(0)).square().sum() for x in (a, b)) / (len(updates) - 2)
-    return float((a.mean(0) - b.mean(0)).square().sum() / (scatter * (1 / len(a) + 1 / len(b))))
+    halves = [updates[half.to(updates.device)] for half in (~second, second)]
+    apart = (halves[0].mean(0) - halves[1].mean(0)).square().sum()
+    scatter = [(x - x.mean(0)).square().sum() / max(len(x) - 1, 1) for x in halves]
+    length = [x.square().sum(1).mean() for x in halves]
+    for one, other in ((0, 1), (1, 0)):
+        if len(halves[one]) == 1:  # a single client shows no scatter: as much of its length as of the others'
+            scatter[one] = scatter[other] * length[one] / length[other]
+    return float(apart / sum(s / len(x) for s, x in zip(scatter, halves, strict=True)))
 
 
 def _comparable(vectors: Tensor, weight: Tensor) -> Tensor:

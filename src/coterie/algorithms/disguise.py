@@ -45,6 +45,11 @@ class Disguise:
     secret: int
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
+    def __post_init__(self) -> None:
+        if self.kind != "none":  # drawn here and kept, for inside vmap nothing can be drawn
+            _order(self._padded, self.secret)
+            _rotation(self.secret)
+
     def put_on(self, params: Params) -> Params:
         """P θ, as one tensor."""
         if self.kind == "none":
@@ -85,20 +90,39 @@ def shapes_of(params: Params) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(x.shape)) for name, x in params.items())
 
 
-def sketch(vector: Tensor, size: int) -> Tensor:
-    """A vector's random projection: coordinates are dealt to `size` sums at random, each with a random sign.
+@dataclass(frozen=True)
+class Sketch:
+    """A random projection: coordinates are dealt to `size` sums at random, each with a random sign.
 
     Inner products are kept on average, with an error of about ‖a‖‖b‖ / √size. Everybody uses the same projection.
 
+    Args:
+        length: Of the vectors.
+        size: Of their projections.
+
     Example:
         >>> a, b = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
-        >>> float((sketch(a, 1000) @ sketch(b, 1000) - a @ b) / (a.norm() * b.norm())) < 0.1
+        >>> sketch = Sketch(50_000, 1000)
+        >>> float((sketch(a) @ sketch(b) - a @ b) / (a.norm() * b.norm())) < 0.1
         True
     """
-    padded = -(-len(vector) // size) * size
-    order = _order(padded, _SKETCH).to(vector.device)
-    mixed = torch.nn.functional.pad(vector, (0, padded - len(vector)))[order] * _signs(padded).to(vector)
-    return mixed.reshape(-1, size).sum(0)
+
+    length: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _order(self._padded, _SKETCH)  # as above
+        _signs(self._padded)
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """The projection of one vector."""
+        order = _order(self._padded, _SKETCH).to(vector.device)
+        mixed = torch.nn.functional.pad(vector, (0, self._padded - self.length))[order]
+        return (mixed * _signs(self._padded).to(vector)).reshape(-1, self.size).sum(0)
+
+    @property
+    def _padded(self) -> int:
+        return -(-self.length // self.size) * self.size
 
 
 @functools.lru_cache(maxsize=8)

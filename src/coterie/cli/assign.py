@@ -32,7 +32,8 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{run} has no checkpoint that can be read")
     for file in damaged:
         log.warning("%s is damaged; using the checkpoint before it", file.name)
-    clients = read_clients(data, labels=config["task"]["kind"] == "classifier")
+    kind = config["task"]["kind"]
+    clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
     clients.check(task)
     found = []
     for i, name in enumerate(clients.ids or ()):
@@ -41,8 +42,14 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_clients(path: Path, *, labels: bool) -> Federation:
-    """The clients of a .npz or .csv file; without client names all rows are one client's."""
+def read_clients(path: Path, *, labels: bool, words: bool = False) -> Federation:
+    """The clients of a .npz or .csv file; without client names all rows are one client's.
+
+    Args:
+        path: The file.
+        labels: Whether y holds whole numbers.
+        words: Whether x does.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     if path.suffix not in (".npz", ".csv"):
@@ -54,7 +61,7 @@ def read_clients(path: Path, *, labels: bool) -> Federation:
         )
     if labels and not np.array_equal(y, y.astype(np.int64)):
         raise ValueError(f"{path}: labels must be whole numbers, got {y[y != y.astype(np.int64)][0]}")
-    y = y.astype(np.int64 if labels else np.float32)
+    x, y = x.astype(np.int64 if words else np.float32), y.astype(np.int64 if labels else np.float32)
     names = list(dict.fromkeys(client.tolist()))
     rows = [(x[client == name], y[client == name]) for name in names]
     return Federation.from_clients(rows, ids=[str(name) for name in names])
@@ -69,7 +76,7 @@ def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not {"x", "y"} <= set(arrays):
         raise ValueError(f"{path} must hold arrays x and y, it holds {', '.join(arrays) or 'none'}")
     client = arrays.get("client", np.full(len(arrays["y"]), path.stem))
-    return arrays["x"].astype(np.float32), arrays["y"], client
+    return arrays["x"], arrays["y"], client
 
 
 def _read_csv(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -63,7 +63,13 @@ def show(path: Path) -> None:
         members = ", ".join(str(n) for n in listed[:8]) + (" …" if len(listed) > 8 else "")
         sizes = (_bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
         rounds.add_row(
-            str(r["round"]), f"{r['loss']:.4f}", score, str(r["changed"]), members, *sizes, f"{r['seconds']:.3f}"
+            str(r["round"]),
+            "" if r["loss"] is None else f"{r['loss']:.4f}",
+            score,
+            str(r["changed"]),
+            members,
+            *sizes,
+            f"{r['seconds']:.3f}",
         )
     console.print(rounds)
     console.print(f"settings: {config['algorithm']}", style="dim")
