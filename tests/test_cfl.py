@@ -334,7 +334,7 @@ def test_the_tree_holds_every_model_on_the_way(tmp_path):
         assert all(set(b.clients) <= set(a.clients) for a, b in itertools.pairwise(path))
         assert all(torch.equal(path[-1].model[n], x) for n, x in run.models[cluster].items())
     assert str(tree).count("cluster") == len(run.models)
-    tree.draw(tmp_path / "tree.png")
+    run.draw_tree(tmp_path / "tree.png")
     assert (tmp_path / "tree.png").stat().st_size > 5_000
     leaf, root, path = (run.evaluate(along=along).mean for along in ("leaf", "root", "path"))
     assert leaf == run.accuracy > path > root

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie.tree import Params
@@ -43,14 +42,6 @@ class ParameterTree(NamedTuple):
             {"node": v, **{n: x for n, x in b._asdict().items() if n != "model"}, "children": list(b.children)}
             for v, b in self.nodes.items()
         ]
-
-    def draw(self, path: str | Path) -> None:
-        """Write a picture of the tree."""
-        from coterie import plots
-
-        fig = plots.figure(5.5, 4)
-        plots.tree(fig.subplots(), self.outline())
-        plots.save(fig, Path(path))
 
     def __str__(self) -> str:
         return "\n".join(drawn(self.outline()))

@@ -94,11 +94,11 @@ def run(path: Path, folder: Path) -> None:
     save(fig, path)
 
 
-def tree(axes: Any, outline: list[dict[str, Any]], rounds: int = 0) -> None:
+def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
     """A tree of models after some rounds, which go down; a line is a cluster, as wide as it has clients."""
     nodes = {row["node"]: row for row in outline}
     ends = {v: nodes[row["children"][0]]["round"] if row["children"] else None for v, row in nodes.items()}
-    last = max(rounds, *(1.1 * end for end in ends.values() if end), 1)
+    last = max(rounds, 1)
     place = _places(nodes)
     for v, row in nodes.items():
         x, end = place[v], ends[v] or last

@@ -104,6 +104,14 @@ class Run:
             raise AttributeError(f"{type(self.algorithm).__name__} makes no tree of models")
         return tree
 
+    def draw_tree(self, path: str | Path) -> None:
+        """Write a picture of the tree."""
+        from coterie import plots
+
+        fig = plots.figure(5.5, 4)
+        plots.tree(fig.subplots(), self.tree.outline(), len(self.history))
+        plots.save(fig, Path(path))
+
     def evaluate(self, choose_on: Literal["train", "test"] = "train", along: Along = "leaf") -> Scores:
         """Score every client again.
 
