@@ -10,8 +10,7 @@ from scipy.spatial.distance import squareform
 
 import coterie as ct
 from coterie.algorithms import disguise
-from coterie.algorithms.bipartition import bipartition, cosines, separation_gap
-from coterie.algorithms.cfl import contrast
+from coterie.algorithms.bipartition import bipartition, contrast, cosines, separation_gap
 from coterie.algorithms.disguise import Disguise, Sketch, shapes_of
 from coterie.data.source import folder
 from coterie.executors import EXECUTORS

@@ -74,6 +74,30 @@ def bipartition(alpha: np.ndarray, linkage: Linkage = "single") -> Halves:
     return Halves(second, max(_across(alpha, second)))
 
 
+def contrast(updates: Tensor, second: Tensor) -> float:
+    """How far apart the means of two halves are, squared, over what the scatter within the halves gives by chance.
+
+    About 1 for halves of clients that differ by noise only, if the model has some fifty parameters or more; with fewer,
+    the best cut of noise may have 2 and more. Infinite for two single clients, which show no scatter.
+
+    Example:
+        >>> noise = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
+        >>> half = torch.arange(20) < 10
+        >>> round(contrast(noise, half)), round(contrast(noise + half[:, None], half))
+        (1, 6)
+    """
+    if len(updates) < 3:
+        return torch.inf
+    halves = [updates[half.to(updates.device)] for half in (~second, second)]
+    apart = (halves[0].mean(0) - halves[1].mean(0)).square().sum()
+    scatter = [(x - x.mean(0)).square().sum() / max(len(x) - 1, 1) for x in halves]
+    length = [x.square().sum(1).mean() for x in halves]
+    for one, other in ((0, 1), (1, 0)):
+        if len(halves[one]) == 1:  # a single client shows no scatter: as much of its length as of the others'
+            scatter[one] = scatter[other] * length[one] / length[other]
+    return float(apart / sum(s / len(x) for s, x in zip(scatter, halves, strict=True)))
+
+
 def separation_gap(alpha: np.ndarray, groups: np.ndarray) -> float:
     """g(α) of Definition 2: the least similarity within a group minus α_cross; the cut is right if it is positive.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, LocalTraining, Report, among, hold_out
-from coterie.algorithms.bipartition import Linkage, bipartition, cosines
+from coterie.algorithms.bipartition import Linkage, bipartition, contrast, cosines
 from coterie.algorithms.disguise import Disguise, Kind, Sketch, shapes_of
 from coterie.client import ClientStep, Local, Reply, local_update, mean_gradient, mean_loss, pick
 from coterie.cohort import Cohort, slot_mean, slot_sum
@@ -524,30 +524,6 @@ class CFL(LocalTraining, Algorithm):
                     f"CFL: schedule has rounds {a} and {b}, but a split is judged for patience = {self.patience} "
                     "rounds before the next; lower patience, or set holdout to 0"
                 )
-
-
-def contrast(updates: Tensor, second: Tensor) -> float:
-    """How far apart the means of two halves are, squared, over what the scatter within the halves gives by chance.
-
-    About 1 for halves of clients that differ by noise only, if the model has some fifty parameters or more; with fewer,
-    the best cut of noise may have 2 and more. Infinite for two single clients, which show no scatter.
-
-    Example:
-        >>> noise = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
-        >>> half = torch.arange(20) < 10
-        >>> round(contrast(noise, half)), round(contrast(noise + half[:, None], half))
-        (1, 6)
-    """
-    if len(updates) < 3:
-        return torch.inf
-    halves = [updates[half.to(updates.device)] for half in (~second, second)]
-    apart = (halves[0].mean(0) - halves[1].mean(0)).square().sum()
-    scatter = [(x - x.mean(0)).square().sum() / max(len(x) - 1, 1) for x in halves]
-    length = [x.square().sum(1).mean() for x in halves]
-    for one, other in ((0, 1), (1, 0)):
-        if len(halves[one]) == 1:  # a single client shows no scatter: as much of its length as of the others'
-            scatter[one] = scatter[other] * length[one] / length[other]
-    return float(apart / sum(s / len(x) for s, x in zip(scatter, halves, strict=True)))
 
 
 def _comparable(vectors: Tensor, weight: Tensor) -> Tensor:
