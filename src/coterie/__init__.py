@@ -1,7 +1,19 @@
 """coterie: find the hidden groups of a federation's clients and train one model per group."""
 
 from coterie import data, models
-from coterie.algorithms import CFL, IFCA, Balanced, FarthestFirst, FedAvg, LocalOnly, Random, RandomGroups
+from coterie.algorithms import (
+    CFL,
+    IFCA,
+    Balanced,
+    FarthestFirst,
+    FedAvg,
+    FedX,
+    LocalOnly,
+    MixedRegression,
+    MomentDescent,
+    Random,
+    RandomGroups,
+)
 from coterie.evaluate import Scores
 from coterie.federation import Federation
 from coterie.run import Diverged, Run, fit
@@ -10,6 +22,6 @@ from coterie.task import Task
 __version__ = "0.1.0"
 
 __all__ = [
-    "CFL", "IFCA", "Balanced", "Diverged", "FarthestFirst", "FedAvg", "Federation", "LocalOnly", "Random",
-    "RandomGroups", "Run", "Scores", "Task", "data", "fit", "models",
+    "CFL", "IFCA", "Balanced", "Diverged", "FarthestFirst", "FedAvg", "FedX", "Federation", "LocalOnly",
+    "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run", "Scores", "Task", "data", "fit", "models",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from coterie.federation import Federation
 from coterie.key import Key
 from coterie.precision import Precision, arithmetic
 from coterie.task import Task
-from coterie.tree import leaves, nbytes, take, tree_map
+from coterie.tree import Outer, formed, is_outer, leaves, nbytes, take, tree_map
 from coterie.uplink import Uplink
 
 Step = Callable[[Task], ClientStep]  # a method of a frozen dataclass, so that a remote client can rebuild it by name
@@ -156,7 +156,7 @@ class Cohort(ABC):
         shared, down = self._sent(shared, rows)
         with arithmetic("float32", self.device):
             for at, reply in self._replies(step(self.task), _name(step), shared, rows):
-                reply = reply._replace(memory=())
+                reply = reply._replace(update=formed(reply.update), memory=())
                 self._charge(down * len(at), nbytes(reply))
                 replies = _put(replies, reply, at, len(self))
         return replies
@@ -215,7 +215,9 @@ def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[
     slot = slot.flatten().to(weight.device)
     share = (slot[:, None] == torch.arange(slots, device=slot.device)) * weight[:, None]
 
-    def total(x: Tensor) -> Tensor:
+    def total(x: Tensor | Outer) -> Tensor:
+        if isinstance(x, Outer):
+            return _product_sums(x, share)
         # One matrix product: on a GPU index_add would add in an order that changes from run to run.
         return (share.T.to(x.dtype) @ x.reshape(len(slot), -1)).reshape(slots, *x.shape[1:])
 
@@ -223,11 +225,22 @@ def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[
         each = x * weight.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros(slots, *x.shape[1:], dtype=x.dtype, device=x.device).index_add_(0, slot, each)
 
-    sums = tree_map(total, rows)
+    sums = tree_map(total, rows, is_leaf=is_outer)
     finite = [torch.isfinite(x).all() for x in leaves(sums)] if slots > 1 else []
     if finite and not bool(torch.stack(finite).all()):  # 0 · ∞ has carried one slot's infinity into the others
-        sums = tree_map(apart, rows)
+        sums = tree_map(apart, formed(rows))
     return sums, share.sum(0)
+
+
+def _product_sums(x: Outer, share: Tensor) -> Tensor:
+    """The sums by slot of products (b, …) that are given by their factors, weighted by `share` (b, slots)."""
+    lined_up = x.right.movedim(0, -3).flatten(-3, -2)  # (…, b·n, right)
+
+    def total(weight: Tensor) -> Tensor:
+        left = x.left * weight.reshape(-1, *[1] * (x.left.dim() - 1)).to(x.left.dtype)
+        return Outer(left.movedim(0, -3).flatten(-3, -2), lined_up).product()
+
+    return torch.stack([total(weight) for weight in share.T])
 
 
 def slot_mean(sums: Sums, otherwise: Any) -> Any:

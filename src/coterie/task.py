@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from coterie.features import features_of
 from coterie.key import Key
 from coterie.losses import cross_entropy, squared_error, word_cross_entropy
 from coterie.split import FirstLinear, split_first_linear
@@ -41,6 +42,9 @@ class Task:
         metric: What the mean of `score` is called: "accuracy", "mse", "nats".
         check: `check(data)` says what is wrong with rows, None if they suit the model.
         split: `split(x)` takes the model apart after a linear first layer, for executors; None if it has none.
+        features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
+            side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
+            `coterie.features`. None for other tasks.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `coterie.tree.stack` makes them, and its loss and score are those of the models' mixed output: the mean
             of the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
@@ -60,6 +64,7 @@ class Task:
     metric: str
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
     split: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
+    features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     ensemble: Callable[[], Task] = field(default=_no_ensemble, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
@@ -170,6 +175,7 @@ class Task:
             metric=metric,
             check=verify,
             split=lambda x: split_first_linear(build(), loss, x),
+            features=features_of(skeleton) if loss is squared_error else None,
             ensemble=ensemble,
             spec=spec or {},
         )

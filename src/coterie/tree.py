@@ -7,15 +7,45 @@ examples. Every other tree (a state, a reply) is built of dicts, tuples and Name
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Params", "flat", "leaves", "nbytes", "stack", "take", "to_device", "tree_map"]
+__all__ = ["Outer", "Params", "flat", "formed", "leaves", "nbytes", "stack", "take", "to_device", "tree_map", "unflat"]
 
 Params = dict[str, Tensor]
+
+
+class Outer(NamedTuple):
+    """A matrix leftᵀ·right (…, a, b) by its factors (…, n, a) and (…, n, b).
+
+    In a reply it stands for the product, which is what a client sends. Where the products of many clients are added up
+    none of them need be formed: their sum is one product of the factors laid end to end.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def product(self) -> Tensor:
+        """The matrix itself."""
+        return self.left.transpose(-1, -2) @ self.right
+
+
+def formed(tree: Any) -> Any:
+    """A tree with every `Outer` replaced by its product.
+
+    Example:
+        >>> formed({"a": Outer(torch.ones(3, 2), torch.ones(3, 4)), "b": torch.zeros(1)})["a"].shape
+        torch.Size([2, 4])
+    """
+    return tree_map(lambda x: x.product() if isinstance(x, Outer) else x, tree, is_leaf=is_outer)
+
+
+def is_outer(tree: Any) -> bool:
+    """Whether this is a matrix given by its factors."""
+    return isinstance(tree, Outer)
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -60,14 +90,32 @@ def flat(tree: Any, axes: int = 1) -> Tensor:
     return torch.cat([x.flatten(axes) if x.dim() > axes else x.unsqueeze(-1) for x in leaves(tree)], axes)
 
 
+def unflat(vectors: Tensor, like: Params) -> Params:
+    """Parameters shaped as `like` from vectors (…, P): the inverse of `flat`.
+
+    Example:
+        >>> like = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
+        >>> {n: tuple(x.shape) for n, x in unflat(torch.zeros(5, 8), like).items()}
+        {'w': (5, 2, 3), 'b': (5, 2)}
+    """
+    parts = vectors.split([x.numel() for x in like.values()], -1)
+    return {n: v.reshape(*v.shape[:-1], *x.shape) for (n, x), v in zip(like.items(), parts, strict=True)}
+
+
 def nbytes(tree: Any) -> int:
-    """Bytes of all tensors of a tree.
+    """Bytes of all tensors of a tree, an `Outer` being counted as its product.
 
     Example:
         >>> nbytes({"w": torch.zeros(5, 2), "b": torch.zeros(5)})
         60
     """
-    return sum(x.numel() * x.element_size() for x in leaves(tree))
+    return sum(_nbytes(x) for x in tree_leaves(tree, is_leaf=is_outer))
+
+
+def _nbytes(x: Any) -> int:
+    if isinstance(x, Outer):
+        return x.left[..., 0, :].numel() * x.right.shape[-1] * x.left.element_size()
+    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

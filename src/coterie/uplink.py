@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coterie.client import Reply
+from coterie.tree import formed
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Uplink:
 
     def __call__(self, reply: Reply) -> Reply:
         """Put one client's reply through every transform."""
+        if self.transforms:
+            reply = reply._replace(update=formed(reply.update))
         for transform in self.transforms:
             reply = transform(reply)
         return reply

@@ -3,11 +3,23 @@
 from coterie.algorithms.base import Algorithm, Report
 from coterie.algorithms.cfl import CFL
 from coterie.algorithms.fedavg import FedAvg
+from coterie.algorithms.fedx import FedX
 from coterie.algorithms.ifca import IFCA
 from coterie.algorithms.local_only import LocalOnly
-from coterie.algorithms.starts import Balanced, FarthestFirst, Random, RandomGroups
+from coterie.algorithms.mixed_regression import MixedRegression
+from coterie.algorithms.moment_descent import MomentDescent
+from coterie.algorithms.starts import STARTS, Balanced, FarthestFirst, Random, RandomGroups
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"cfl": CFL, "fedavg": FedAvg, "ifca": IFCA, "local_only": LocalOnly}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "cfl": CFL,
+    "fedavg": FedAvg,
+    "fedx": FedX,
+    "ifca": IFCA,
+    "local_only": LocalOnly,
+    "mixed_regression": MixedRegression,
+}
+
+STARTS["moment_descent"] = MomentDescent  # a start that is a method of its own
 
 __all__ = [
     "ALGORITHMS",
@@ -17,7 +29,10 @@ __all__ = [
     "Balanced",
     "FarthestFirst",
     "FedAvg",
+    "FedX",
     "LocalOnly",
+    "MixedRegression",
+    "MomentDescent",
     "Random",
     "RandomGroups",
     "Report",

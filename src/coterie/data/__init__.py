@@ -14,11 +14,12 @@ from coterie.data.heterogeneity import (
 from coterie.data.mapped import mapped
 from coterie.data.mnist import mnist, rotated_mnist
 from coterie.data.news import ag_news, newsgroups
+from coterie.data.regression import mixed_regression, regression_truth
 from coterie.data.source import CHANGES, DATASETS, deal
 from coterie.data.synthetic import linear_mixture
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "keep_labels", "linear_mixture",
-    "mapped", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits", "quantity_skew", "rotate",
-    "rotated_digits", "rotated_mnist", "swap_labels",
+    "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits", "quantity_skew",
+    "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "swap_labels",
 ]  # fmt: skip

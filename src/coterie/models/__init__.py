@@ -3,10 +3,10 @@
 from torch import nn
 
 from coterie.models.cnn import CNN
-from coterie.models.linear import Linear
+from coterie.models.linear import Linear, Polynomial
 from coterie.models.lstm import LSTM
 from coterie.models.mlp import MLP
 
-MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "cnn": CNN, "lstm": LSTM}
+MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "polynomial": Polynomial, "mlp": MLP, "cnn": CNN, "lstm": LSTM}
 
-__all__ = ["CNN", "LSTM", "MLP", "MODELS", "Linear"]
+__all__ = ["CNN", "LSTM", "MLP", "MODELS", "Linear", "Polynomial"]

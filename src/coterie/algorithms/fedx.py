@@ -1,0 +1,229 @@
+"""FedX with clustering: each client estimates its cluster, then refines that cluster's model by FedAvg or FedProx.
+
+Global Convergence of Federated Learning for Mixed Regression
+    Lili Su, Jiaming Xu, Pengkun Yang. NeurIPS 2022, Phase 2.
+
+Line numbers in the comments are those of Phase 2. The paper's loss of a client is half of the mean squared error, ours
+is the task's own mean loss: so its η is twice our `lr` where that is the mean squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.algorithms.base import Algorithm, Report, choosing, nearest
+from coterie.algorithms.starts import Start, find_start
+from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss
+from coterie.cohort import Cohort, Sums
+from coterie.features import feature_map
+from coterie.key import Key
+from coterie.settings import setting
+from coterie.task import Data, Task
+from coterie.tree import Params, flat, take, tree_map, unflat
+
+GAMMA = 0.9  # γ of Section 4.2 for the step size that is found: it must stay below 1
+
+
+class State(NamedTuple):
+    """What FedX knows after a round."""
+
+    theta: Params  # the cluster models θ_j (k, …)
+    labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part
+    lr: float  # the step size, in terms of the task's own loss
+    temperature: float  # that of soft labels, 0 for hard ones
+    round: int
+
+
+@dataclass(frozen=True)
+class FedX(Algorithm):
+    """Alternate between estimating each client's cluster and refining the cluster models by FedAvg or FedProx.
+
+    Args:
+        k: Number of clusters.
+        lr: Step size η/2 (η/2 of FedProx's proximal term too); None takes γ = 0.9, that is 0.45 over the largest
+            ‖φ(x_i)‖²/n_i of all clients, for which each sends one number. Only for models that are linear in their
+            parameters.
+        refine: "fedavg" (s local gradient steps) or "fedprox" (the local proximal problem, solved exactly for squared
+            loss and a model that is linear in its parameters, else by s gradient steps).
+        tau: s, the local steps.
+        soft: λ by likelihood. Otherwise it is a vertex of the simplex, the minimiser of (7).
+        temperature: Of soft labels: λ_j ∝ exp(-Σ loss / temperature) over the client's rows: 2σ² for squared loss, 1
+            for cross-entropy. None takes twice the mean loss of the round before, which estimates 2σ²; the first round
+            is then a hard one.
+        normalise: "cluster": the sum of clients' updates is divided by the rows of the cluster; "all": by those of all
+            clients, as printed, which slows a cluster down by its share of the rows.
+        fraction: Share of the clients that take part in a round.
+        init: The start, as for `IFCA`.
+
+    Example:
+        >>> import coterie as ct
+        >>> federation = ct.data.mixed_regression(k=2, d=5, pairs=50, rest=50, anchors=4)
+        >>> task = ct.Task.regressor(ct.models.Linear(5, 1))
+        >>> run = ct.fit(ct.FedX(k=2), task, federation, rounds=40, evaluations=1)
+        >>> run.ari > 0.9
+        True
+    """
+
+    k: int = setting(low=1)
+    lr: float | None = setting(None, low=0)
+    refine: Literal["fedavg", "fedprox"] = "fedavg"
+    tau: int = setting(10, low=1)
+    soft: bool = False
+    temperature: float | None = setting(None, low=0)
+    normalise: Literal["cluster", "all"] = "cluster"
+    fraction: float = setting(1.0, low=0, high=1)
+    init: str | Start | Sequence[Params] = "farthest_first"
+
+    def start(self, task: Task, cohort: Cohort, key: Key) -> State:
+        """Lines 1 and 3."""
+        if self.k > cohort.population:
+            name = type(self).__name__
+            raise ValueError(f"{name}: k must be at most the number of clients, {cohort.population}, got {self.k}")
+        lr = self._step_size(task, cohort)
+        theta = find_start(self.init, self.k)(self.k, lr, task, cohort, key)
+        never = torch.full((cohort.population,), -1)
+        return State(tree_map(lambda x: x.to(cohort.device), theta), never, lr, self.temperature or 0.0, 0)
+
+    def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
+        """Lines 5 to 7."""
+        chosen = cohort.sample(self.fraction)
+        sent: dict[str, Any] = {"lr": torch.tensor(state.lr)}
+        if self.soft:
+            sent |= {"theta": state.theta, "temperature": torch.tensor(state.temperature)}
+        else:
+            sent |= {"theta": tree_map(lambda x: x[None], state.theta), "common": {}}
+        sums = chosen.combine(self.soft_step if self.soft else self.step, sent, slots=self.k)
+        labels = state.labels.clone()
+        labels[chosen.clients] = sums.note["label"].flatten().cpu()
+        after = State(
+            theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
+            labels=labels,
+            lr=state.lr,
+            temperature=self._next_temperature(sums),
+            round=state.round + 1,
+        )
+        return after, Report(chosen.clients, sums.note["loss"].flatten())
+
+    def step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with a hard label."""
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            theta = tree_map(lambda x: x[0], sent["theta"])
+            j, loss = nearest(task, theta, local.data)  # eq. (8)
+            end = self._refine(task, take(theta, j), local.data, sent["lr"], torch.ones(()))
+            note = {"label": j[None], "loss": loss[None]}
+            return Reply(tree_map(lambda x: x[None], end), local.data.mask.sum()[None], j[None], note)
+
+        plan = Plan(self.tau, weights="size", clusters=self.k, slots_per_start=self.k, steady=True)
+        return ClientStep(run, plan=plan if self.refine == "fedavg" else None)
+
+    def soft_step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with λ by likelihood."""
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            rows = local.data.mask.sum()
+            losses = vmap(lambda t: mean_loss(task, t, local.data))(sent["theta"])
+            above = (losses - losses.amin()) * rows
+            share = (-above / sent["temperature"].clamp(min=torch.finfo(above.dtype).tiny)).softmax(0)  # λ_i
+            refine = vmap(lambda t, s: self._refine(task, t, local.data, sent["lr"], s))
+            update = {"theta": refine(sent["theta"], share), "share": share, "loss": share * losses}
+            note = {"label": losses.argmin(), "loss": losses.amin()}
+            return Reply(update, rows.expand(self.k), torch.arange(self.k, device=share.device), note)
+
+        return ClientStep(run)
+
+    def choose(self, task: Task) -> ClientStep:
+        """Line 6 alone."""
+        return choosing(task)
+
+    def curvature(self, task: Task) -> ClientStep:
+        """‖φ(x_i)‖²/n_i, from which γ follows."""
+
+        def run(_: Any, local: Local) -> Reply:
+            assert task.features is not None
+            phi = task.features(local.data.x) * local.data.mask[:, None]
+            gram = phi @ phi.T if phi.shape[0] < phi.shape[1] else phi.T @ phi
+            note = {"curvature": torch.linalg.eigvalsh(gram)[-1] / local.data.mask.sum()}
+            return Reply((), torch.ones(()), torch.zeros((), dtype=torch.long), note)
+
+        return ClientStep(run)
+
+    def models(self, state: State) -> Params:
+        """Line 2: θ̂."""
+        return state.theta
+
+    def labels(self, state: State) -> Tensor:
+        """The clusters that clients last chose."""
+        return state.labels
+
+    def place(self, state: State, cohort: Cohort) -> Tensor:
+        """Line 6 for every client of the cohort."""
+        return cohort.gather(self.choose, state.theta).slot.cpu()
+
+    def assign(self, state: State, task: Task, data: Data) -> int:
+        """Line 6 for a client that may have taken no part in training."""
+        return int(nearest(task, state.theta, data)[0])
+
+    # --- what a client does --------------------------------------------------------------------------------------
+
+    def _refine(self, task: Task, theta: Params, data: Data, lr: Tensor, share: Tensor) -> Params:
+        """Line 7: θ_ij from θ_j, where the client's loss under θ_j counts λ_ij."""
+        if self.refine == "fedavg":
+            return local_update(task, theta, data, lr=lr * share, tau=self.tau)[0]
+        if task.features is None:
+            # The prox term has curvature 1/η: half steps of it converge for any loss that is less curved.
+            return local_update(task, theta, data, lr=lr * share / 2, tau=self.tau, prox=1 / (self.lr or 1.0))[0]
+        phi, n = task.features(data.x) * data.mask[:, None], data.mask.sum()
+        off = (phi @ flat(theta, 0) - data.y.reshape(-1)) * data.mask
+        return unflat(flat(theta, 0) - proximal(phi, off, 2 * lr * share / n), theta)
+
+    # --- what the server does ------------------------------------------------------------------------------------
+
+    def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
+        """Line 7: Σ w_i θ_{i,t}; a model that nobody refined stays as it is."""
+        update, members = sums.update, sums.weight
+        if self.soft:
+            update, members = sums.update["theta"], sums.update["share"]
+        norm = members if self.normalise == "cluster" else torch.full_like(members, everybody)
+
+        def new(total: Tensor, old: Tensor) -> Tensor:
+            weight, by = (x.reshape(-1, *[1] * (old.dim() - 1)) for x in (sums.weight, norm))
+            moved = old + (total - weight * old) / by.clamp(min=torch.finfo(old.dtype).tiny)
+            return torch.where(by > 0, moved, old)
+
+        return tree_map(new, update, theta)
+
+    def _next_temperature(self, sums: Sums) -> float:
+        if not self.soft:
+            return 0.0
+        if self.temperature is not None:
+            return self.temperature
+        return float(2 * sums.update["loss"].sum() / sums.weight[0])
+
+    def _step_size(self, task: Task, cohort: Cohort) -> float:
+        if self.lr is not None:
+            return self.lr
+        feature_map(task, cohort.federation.train.x[:2], f"{type(self).__name__}: where no lr is given")
+        return GAMMA / 2 / float(cohort.gather(self.curvature, ()).note["curvature"].max())
+
+
+def proximal(phi: Tensor, off: Tensor, eta: Tensor) -> Tensor:
+    """Lemma 1: η φᵀ(I + ηφφᵀ)⁻¹ off, how far the proximal problem's solution lies from where it began.
+
+    Example:
+        >>> phi, off = torch.tensor([[2.0], [0.0]]), torch.tensor([1.0, 3.0])
+        >>> proximal(phi, off, torch.tensor(0.5))  # 0.5 · 2 · 1 / (1 + 0.5 · 4)
+        tensor([0.3333])
+    """
+    n, d = phi.shape
+    if n <= d:
+        kernel = torch.eye(n, device=phi.device, dtype=phi.dtype) + eta * (phi @ phi.T)
+        return eta * (phi.T @ torch.linalg.solve(kernel, off))
+    kernel = torch.eye(d, device=phi.device, dtype=phi.dtype) + eta * (phi.T @ phi)
+    return eta * torch.linalg.solve(kernel, phi.T @ off)

@@ -1,0 +1,407 @@
+"""Federated moment descent: coarse estimates of k regression models from any start.
+
+Global Convergence of Federated Learning for Mixed Regression
+    Lili Su, Jiaming Xu, Pengkun Yang. NeurIPS 2022, Phase 1.
+
+Line numbers in the comments are those of Phase 1. Four things are not as printed, for as printed it does not work:
+a singular vector has no sign (line 11), and is given that of the mean; the power iteration returns the square of
+σ_1(A) = σ̂², so σ̂ is a fourth root; anchors are merged into k clusters without knowing Δ (line 16, the printed rule is
+an option); and features are whitened, where the paper wants covariances near the identity. It is not the FedMD of Li
+and Wang (2019), which is distillation.
+
+Throughout, h is the anchor clients, d the parameters, k the clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.starts import Start
+from coterie.client import ClientStep, Local, Reply, pick
+from coterie.cohort import Cohort, Step
+from coterie.features import feature_map
+from coterie.key import Key
+from coterie.settings import setting
+from coterie.task import Data, Task
+from coterie.tree import Outer, Params, flat, unflat
+
+ENOUGH = 18  # times k²d: the pairs of rows from which on an iteration has been found reliable
+COLLINEAR = 1e-6  # the part of the largest eigenvalue of the features' second moment that the smallest must have
+_H, _S, _Q, _START, _NOISE, _ROWS = range(6)  # streams under the key
+
+
+class Anchors(NamedTuple):
+    """Where the anchor clients stand."""
+
+    theta: Tensor  # θ_{i,t} (h, d)
+    at: Tensor  # the set H, as positions in the cohort (h,)
+    sigma: Tensor  # σ̂_{i,t}, the length of the residual error that was left before the last step (h,)
+    subspace: Tensor  # Û_{i,t}, of the last iteration (h, d, k)
+
+
+class _Population(NamedTuple):
+    """Who takes part, and what is known of their features."""
+
+    anchors: Tensor  # positions of H
+    others: list[Tensor]  # positions of S_t for every t
+    white: Tensor  # the inverse root of the second moment of φ (d, d)
+
+
+@dataclass(frozen=True)
+class MomentDescent(Start):
+    """A few anchor clients descend towards their own models in subspaces that many small clients estimate.
+
+    It is for regressions whose model is linear in its parameters, f(x) = ⟨φ(x), θ⟩. A client with two rows is enough
+    for the subspaces, and only sums of what such clients send are needed. The anchors' models are seen by the server,
+    and by the other clients unless `noise` hides them.
+
+    Args:
+        anchors: n_H; None takes as many as miss none of k equal clusters in 99.9 % of draws.
+        clients: m, the other clients of an iteration; None takes as many as have 18·k²·d rows beyond their first.
+        ell: ℓ, the pairs of rows that an anchor uses in an iteration; None takes 6k.
+        rounds: T, the iterations.
+        orthogonal: T₁, the orthogonal iterations for each subspace.
+        power: T₂, the power iterations of an anchor.
+        step: The part of its residual error by which an anchor moves: α/(2β²) as printed, with α = β = 1 for whitened
+            features.
+        floor: εΔ: an anchor whose σ̂ is not above it stays where it is.
+        radius: θ_0 is drawn from the ball of this radius R; 0 starts from zero.
+        reuse: Whether the same clients and rows serve in every iteration; the analysis wants fresh ones.
+        subspace: How the subspaces are found. "printed": orthogonal iteration on YYᵀ with one pair of rows per client,
+            two exchanges for each; "symmetric": on the mean over all pairs of rows, which is symmetric, one exchange
+            for each; "pooled": the d×d sum of the same is sent once. "auto": whichever of the last two sends less.
+        noise: Standard deviation of the noise under which anchors' models are sent, two copies to each client (Remark
+            2).
+        merge: How the anchors' models become k (line 16): "lloyd" (farthest-first and Lloyd's k-means) or "distance",
+            the printed rule that puts anchors closer than Δ/2 together.
+        delta: Δ, which "distance" needs.
+
+    Example:
+        >>> import coterie as ct
+        >>> federation = ct.data.mixed_regression(k=2, d=5, seed=0)
+        >>> task = ct.Task.regressor(ct.models.Linear(5, 1))
+        >>> run = ct.fit(ct.IFCA(k=2, init=ct.MomentDescent(rounds=4)), task, federation, rounds=10, evaluations=1)
+        >>> len(run.models)
+        2
+    """
+
+    anchors: int | None = setting(None, low=1)
+    clients: int | None = setting(None, low=1)
+    ell: int | None = setting(None, low=1)
+    rounds: int = setting(6, low=1)
+    orthogonal: int = setting(20, low=1)
+    power: int = setting(20, low=1)
+    step: float = setting(0.5, low=0)
+    floor: float = setting(0.0, low=0)
+    radius: float = setting(0.0, low=0)
+    reuse: bool = False
+    subspace: Literal["auto", "printed", "symmetric", "pooled"] = "auto"
+    noise: float = setting(0.0, low=0)
+    merge: Literal["lloyd", "distance"] = "lloyd"
+    delta: float | None = setting(None, low=0)
+
+    def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
+        """Line 2: θ̂_1, …, θ̂_k."""
+        *_, last = self.descent(k, task, cohort, key)
+        like = task.init(key)
+        return unflat(self.centres(last.theta, k).to(next(iter(like.values())).dtype), like)
+
+    def descent(self, k: int, task: Task, cohort: Cohort, key: Key) -> Iterator[Anchors]:
+        """Lines 3 to 15: where the anchors stand after every iteration."""
+        if self.merge == "distance" and self.delta is None:
+            raise ValueError("MomentDescent: merge='distance' needs delta, the separation Δ of the models")
+        dtype = cohort.federation.train.x.dtype
+        d = flat(task.init(key), 0).numel()
+        own = replace(self, ell=self.ell or 6 * k, anchors=self.anchors or _covering(k), subspace=self._cheaper(d, k))
+        people = own._population(k, d, task, cohort, key)
+        h = len(people.anchors)
+        theta = own._first(d, key).expand(h, d).to(cohort.device, dtype)  # lines 4 and 5
+        for t in range(self.rounds):
+            now = cohort.fold(t)
+            others = now.only(people.others[t])  # line 7: S_t
+            subspace = own._subspace(theta, k, others, people.white, key.fold(_Q, t))  # lines 8 and 9
+            sent = {"theta": theta, "U": people.white @ subspace}  # line 10
+            sent = {name: x.to(cohort.device, dtype) for name, x in sent.items()}
+            reply = now.only(people.anchors).gather(own.descend, sent, rows=torch.arange(h))  # lines 11 to 15
+            theta = reply.update
+            yield Anchors(theta.cpu(), people.anchors, reply.note["sigma"].cpu(), subspace)
+
+    def centres(self, theta: Tensor, k: int) -> Tensor:
+        """Line 16: the anchors' models (h, d) merged into k (k, d)."""
+        if self.merge == "lloyd":
+            return lloyd(theta.double(), k)
+        close = (torch.cdist(theta, theta) < (self.delta or 0) / 2).double()
+        for _ in range(math.ceil(math.log2(len(theta))) + 1):  # anchors that are linked by others
+            close = (close @ close > 0).double()
+        groups = close.unique(dim=0)
+        if len(groups) != k:
+            raise ValueError(
+                f"MomentDescent: anchors closer than delta/2 = {(self.delta or 0) / 2:g} form {len(groups)} groups, "
+                f"but k is {k}; merge='lloyd' needs no delta"
+            )
+        return groups @ theta.double() / groups.sum(1, keepdim=True)
+
+    # --- what a client does --------------------------------------------------------------------------------------
+
+    def second_moment(self, task: Task) -> ClientStep:
+        """The sum of φφᵀ over a client's rows."""
+
+        def run(_: Any, local: Local) -> Reply:
+            phi = _features(task, local.data) * local.data.mask[:, None]
+            return Reply(Outer(phi, phi), torch.ones(()), _zero(), {"rows": local.data.mask.sum()})
+
+        return ClientStep(run)
+
+    def pool(self, task: Task) -> ClientStep:
+        """The mean of ε(x, y, θ) ε(x̃, ỹ, θ)ᵀ over all ordered pairs of a client's rows, for every anchor's θ."""
+
+        def run(sent: dict[str, Tensor], local: Local) -> Reply:
+            one, two, pairs = self._residuals(task, sent, local.data)
+            return Reply(Outer(one, (two.sum(1, keepdim=True) - two) / pairs), _evidence(local.data), _zero(), {})
+
+        return ClientStep(run)
+
+    def apply(self, task: Task) -> ClientStep:
+        """The symmetric part of the same matrix, applied to Q."""
+
+        def run(sent: dict[str, Tensor], local: Local) -> Reply:
+            one, two, pairs = self._residuals(task, sent, local.data)
+
+            def against(other: Tensor) -> Tensor:
+                return (other.sum(1, keepdim=True) - other) @ sent["Q"] / pairs
+
+            if not self.noise:  # both copies are the same, and the matrix is symmetric
+                return Reply(Outer(one, against(one)), _evidence(local.data), _zero(), {})
+            left, right = torch.cat([one, two], 1), torch.cat([against(two), against(one)], 1) / 2
+            return Reply(Outer(left, right), _evidence(local.data), _zero(), {})
+
+        return ClientStep(run)
+
+    def forth(self, task: Task) -> ClientStep:
+        """YᵀQ for Y = ε(x₁, y₁, θ) ε(x₂, y₂, θ)ᵀ of a client's first two rows."""
+        return self._one_pair(task, lambda first, second: (second, first))
+
+    def back(self, task: Task) -> ClientStep:
+        """Y times what `forth` gave."""
+        return self._one_pair(task, lambda first, second: (first, second))
+
+    def descend(self, task: Task) -> ClientStep:
+        """Lines 11 to 15 at an anchor client."""
+        ell = self.ell or 0
+
+        def run(sent: dict[str, Tensor], local: Local) -> Reply:
+            theta, projection = sent["theta"], sent["U"]
+            rows = pick(local.data, local.draws["rows"])
+            e = _residual(_features(task, rows), rows, theta[None])[0] @ projection  # (2ℓ, k)
+            a = e[:ell].T @ e[ell:] / ell  # eq. (2)
+            mean = e.mean(0)
+            beta = mean
+            for _ in range(self.power):  # line 11: power iteration on AAᵀ
+                beta = a @ (a.T @ beta)
+                beta = beta / beta.norm().clamp(min=torch.finfo(beta.dtype).tiny)
+            sigma = (a.T @ beta).norm().sqrt()  # the fourth root of the eigenvalue of AAᵀ
+            sign = torch.where((mean * beta).sum() < 0, -1.0, 1.0)
+            move = torch.where(sigma > self.floor, self.step * sigma, 0.0)  # lines 12 to 15
+            return Reply(theta + sign * move * (projection @ beta), torch.ones(()), _zero(), {"sigma": sigma})
+
+        def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
+            t = when[-1]
+            order = torch.randperm(n, generator=key.fold(_ROWS, t if self.reuse else 0).generator())
+            first = 0 if self.reuse else 2 * ell * t
+            return {"rows": order[first : first + 2 * ell]}
+
+        return ClientStep(run, draw)
+
+    def _residuals(self, task: Task, sent: dict[str, Tensor], data: Data) -> tuple[Tensor, Tensor, Tensor]:
+        """ε (h, n, d) of a client's rows under the two copies of the anchors' models, and n(n-1)."""
+        phi, n = _features(task, data), data.mask.sum()
+        one = _residual(phi, data, sent["theta"])
+        two = _residual(phi, data, sent["theta~"]) if self.noise else one
+        return one, two, n * (n - 1)
+
+    def _one_pair(self, task: Task, order: Any) -> ClientStep:
+        def run(sent: dict[str, Tensor], local: Local) -> Reply:
+            one, two, _ = self._residuals(task, sent, local.data)
+            left, right = order(one[:, :1], two[:, 1:2])
+            return Reply(Outer(left, right @ sent["Q"]), torch.ones(()), _zero(), {})
+
+        return ClientStep(run)
+
+    # --- what the server does ------------------------------------------------------------------------------------
+
+    def _subspace(self, theta: Tensor, k: int, others: Cohort, white: Tensor, key: Key) -> Tensor:
+        """Line 9: the top-k left singular vectors of every anchor's Y_{i,t} (h, d, k), for whitened features."""
+        sent, rows = self._copies(theta, others, key)
+
+        def mean(step: Step, more: dict[str, Tensor]) -> Tensor:
+            shared = sent | {n: x if rows is None else x.expand(len(others), *x.shape) for n, x in more.items()}
+            sums = others.combine(step, shared, rows=rows)
+            return (sums.update[0] / sums.weight[0]).cpu().double()
+
+        if self.subspace == "pooled":
+            y = white @ mean(self.pool, {}) @ white
+            values, vectors = torch.linalg.eigh((y + y.mT) / 2)
+            top = values.abs().argsort(-1, descending=True)[:, None, :k]
+            return vectors.gather(2, top.expand(-1, vectors.shape[1], -1))
+        start = torch.randn(*theta.shape, k, dtype=torch.float64, generator=key.generator())
+        q = torch.linalg.qr(start)[0]
+        for _ in range(self.orthogonal):
+            for step in (self.forth, self.back) if self.subspace == "printed" else (self.apply,):
+                q = white @ mean(step, {"Q": (white @ q).to(theta.device, theta.dtype)})
+            q = torch.linalg.qr(q)[0]
+        return q
+
+    def _copies(self, theta: Tensor, others: Cohort, key: Key) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Line 8: the anchors' models as each client gets them (and which of them), twice under noise of its own."""
+        if not self.noise:
+            return {"theta": theta}, None
+        g, shape = key.fold(_NOISE).generator(), (len(others), *theta.shape)
+        sent = {name: theta + self.noise * torch.randn(shape, generator=g).to(theta) for name in ("theta", "theta~")}
+        return sent, torch.arange(len(others))
+
+    def _first(self, d: int, key: Key) -> Tensor:
+        """θ_0, uniform in the ball of radius R."""
+        g = key.fold(_START).generator()
+        direction, length = torch.randn(d, dtype=torch.float64, generator=g), torch.rand((), generator=g)
+        return self.radius * length.double() ** (1 / d) * direction / direction.norm()
+
+    def _cheaper(self, d: int, k: int) -> Literal["printed", "symmetric", "pooled"]:
+        if self.subspace == "auto":
+            return "pooled" if d <= self.orthogonal * k else "symmetric"
+        return self.subspace
+
+    def _population(self, k: int, d: int, task: Task, cohort: Cohort, key: Key) -> _Population:
+        """Lines 3 and 7: who takes part in which iteration."""
+        feature_map(task, cohort.federation.train.x[:2], "MomentDescent")
+        anchors = self._choose_anchors(k, cohort, key)
+        white = self._whitening(task, cohort)
+        able = cohort.sizes >= 2
+        able[anchors] = False
+        order = key.fold(_S).shuffle(cohort.numbers)
+        order = order[able[order]]
+        others = self._choose_others(k, d, order, cohort.sizes[order] - 1)
+        up = d * d if self.subspace == "pooled" else d * k * self.orthogonal * (1 + (self.subspace == "printed"))
+        enough = int((cohort.sizes[others[0]] - 1).sum()) >= ENOUGH * k**2 * d
+        cohort.tell(
+            f"moment descent: {len(anchors)} anchors of {2 * (self.ell or 0)} rows an iteration; "
+            f"{len(others[0])} {'' if self.reuse else 'fresh '}clients in each of {self.rounds} iterations"
+            + ("" if enough else f", fewer than have been found reliable ({ENOUGH} k² d pairs)")
+            + f"; subspaces {self.subspace}, {up} numbers up per client, anchor and iteration "
+            f"(pooled: {d * d}, symmetric: {d * k * self.orthogonal}, printed: {2 * d * k * self.orthogonal})"
+        )
+        return _Population(anchors, others, white)
+
+    def _choose_anchors(self, k: int, cohort: Cohort, key: Key) -> Tensor:
+        need = 2 * (self.ell or 0) * (1 if self.reuse else self.rounds)
+        large = (cohort.sizes >= need).nonzero().flatten()
+        if len(large) < k:
+            way = "reuse=True" if not self.reuse else "a smaller ell"
+            raise ValueError(
+                f"MomentDescent: an anchor client needs {need} rows (ell={self.ell}, reuse={self.reuse}) and k={k} of "
+                f"them are needed at least, but {len(large)} of {len(cohort)} clients have so many (the largest has "
+                f"{int(cohort.sizes.max())}); {way} needs fewer"
+            )
+        return large[key.fold(_H).shuffle(cohort.numbers[large])][: self.anchors].sort().values
+
+    def _choose_others(self, k: int, d: int, order: Tensor, evidence: Tensor) -> list[Tensor]:
+        """S_0, …, S_{T-1} from clients in a random order, of whom each has so many rows beyond its first."""
+        if not len(order):
+            raise ValueError("MomentDescent: no client besides the anchors has two rows")
+        total, times = evidence.cumsum(0), 1 if self.reuse else self.rounds
+        if self.clients is not None:
+            ends = torch.arange(1, times + 1) * self.clients
+        else:
+            wanted = torch.arange(1, times + 1) * min(ENOUGH * k**2 * d, int(total[-1]) if self.reuse else 2**62)
+            ends = torch.searchsorted(total, wanted) + 1
+        if int(ends[-1]) > len(order):
+            need = self.clients or math.ceil(ENOUGH * k**2 * d / float(evidence.double().mean()))
+            raise ValueError(
+                f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
+                f"the anchors, {need} each, but there are {len(order)}; "
+                + ("clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration")
+            )
+        parts = [order[int(a) : int(b)].sort().values for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return parts * self.rounds if self.reuse else parts
+
+    def _whitening(self, task: Task, cohort: Cohort) -> Tensor:
+        """The inverse root of the second moment of the features (d, d)."""
+        sums = cohort.combine(self.second_moment, ())
+        rows = int(sums.note["rows"].sum())
+        moment = sums.update[0].cpu().double() / rows
+        values, vectors = torch.linalg.eigh(moment)
+        if float(values[0]) <= COLLINEAR * float(values[-1]):
+            raise ValueError(f"MomentDescent: {_degenerate(moment, vectors[:, 0], rows)}")
+        return (vectors / values.sqrt()) @ vectors.T
+
+
+def lloyd(points: Tensor, k: int) -> Tensor:
+    """K centres of points (h, d): farthest-first from every point in turn, then Lloyd's iteration; the best of all.
+
+    Example:
+        >>> lloyd(torch.tensor([[0.0], [0.2], [5.0], [9.0]]), 3).flatten().sort().values
+        tensor([0.1000, 5.0000, 9.0000])
+    """
+    found = [_refined(points, _farthest_first(points, k, first)) for first in range(len(points))]
+    return min(found, key=lambda centres: float(torch.cdist(points, centres).amin(1).square().sum()))
+
+
+def _farthest_first(points: Tensor, k: int, first: int) -> Tensor:
+    taken = [first]
+    while len(taken) < k:
+        taken.append(int(torch.cdist(points, points[taken]).amin(1).argmax()))
+    return points[taken]
+
+
+def _refined(points: Tensor, centres: Tensor) -> Tensor:
+    label = None
+    while label is None or not torch.equal(label, torch.cdist(points, centres).argmin(1)):
+        label = torch.cdist(points, centres).argmin(1)
+        own = (label[:, None] == torch.arange(len(centres))).to(points)
+        centres = torch.where(own.sum(0)[:, None] > 0, own.T @ points / own.sum(0)[:, None].clamp(min=1), centres)
+    return centres
+
+
+def _covering(k: int) -> int:
+    """So many draws miss one of k equal clusters once in a thousand times."""
+    return math.ceil(math.log(1000 * k) / -math.log1p(-1 / k)) if k > 1 else 1
+
+
+def _features(task: Task, data: Data) -> Tensor:
+    assert task.features is not None  # `feature_map` has seen to it
+    return task.features(data.x)
+
+
+def _residual(phi: Tensor, data: Data, theta: Tensor) -> Tensor:
+    """ε(x, y, θ) = (y - ⟨φ(x), θ⟩) φ(x) for every θ (h, d) and row: (h, n, d)."""
+    off = (data.y.reshape(-1) - theta @ phi.T) * data.mask
+    return off[..., None] * phi
+
+
+def _evidence(data: Data) -> Tensor:
+    """How heavily a client counts: two rows make one pair, and each further row adds about as much."""
+    return data.mask.sum() - 1
+
+
+def _zero() -> Tensor:
+    return torch.zeros((), dtype=torch.long)
+
+
+def _degenerate(moment: Tensor, direction: Tensor, rows: int) -> str:
+    """What is wrong with features that do not span all d dimensions."""
+    d = len(moment)
+    if rows < d:
+        return f"all clients have {rows} rows together, fewer than the model's {d} parameters"
+    involved = (direction.abs() > 0.01).nonzero().flatten().tolist()
+    if len(involved) == 1:
+        return f"feature {involved[0]} is zero in every row (features are counted from 0, the model's bias comes last)"
+    names = ", ".join(map(str, involved[:8])) + (", …" if len(involved) > 8 else "")
+    return (
+        f"features {names} are collinear over all {rows} rows: one is constant or can be told from the others "
+        f"(features are counted from 0, the model's bias comes last)"
+    )

@@ -1,0 +1,120 @@
+"""Mixed linear regression as Su, Xu and Yang (2022) have it: many clients with two rows, few with many."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coterie.data.source import dataset
+from coterie.federation import Federation, Packed
+from coterie.key import Key
+
+_TRUTH, _LABELS, _SIZES, _ROWS, _SPREAD = range(5)  # streams under the seed
+
+LONGEST = 200  # rows at most of a client whose number of rows has a heavy tail
+
+
+@dataset
+def mixed_regression(
+    k: int = 3,
+    d: int = 30,
+    sigma: float = 0.1,
+    seed: int = 0,
+    *,
+    radius: float = 1.0,
+    anchors: int = 40,
+    anchor_rows: int = 240,
+    pairs: int | None = None,
+    rest: int = 3000,
+    rest_rows: tuple[int, ...] = (2, 2, 2, 5, 5, 20),
+    tail: float | None = None,
+    p: tuple[float, ...] | None = None,
+    spread: tuple[float, ...] | None = None,
+) -> Federation:
+    """y = ⟨x, θ*_j⟩ + ζ with x ~ N(0, Σ_j) and ζ ~ N(0, σ²); a client's cluster j is drawn from p.
+
+    The truth θ*_j is drawn uniformly from the sphere of radius R; `regression_truth` returns it.
+
+    Args:
+        k: Clusters.
+        d: Features.
+        sigma: Standard deviation σ of the noise.
+        seed: Of everything.
+        radius: R = ‖θ*_j‖.
+        anchors: Clients with many rows.
+        anchor_rows: How many.
+        pairs: Clients with two rows; None takes 108·k²·d, which lasts for six iterations of moment descent.
+        rest: Other clients.
+        rest_rows: Their numbers of rows, each equally likely.
+        tail: If given, the numbers of rows of the rest are heavy-tailed instead: P(n ≥ s) = s^(-tail), from 1 to 200.
+        p: Shares of the clusters; None makes them equal.
+        spread: (low, high): the eigenvalues of each Σ_j are drawn from this range and its eigenvectors uniformly; None
+            takes Σ_j = I.
+
+    Example:
+        >>> federation = mixed_regression(k=2, d=5, pairs=100, rest=0, anchors=3)
+        >>> len(federation), federation.train.sizes[:4].tolist()
+        (103, [240, 240, 240, 2])
+    """
+    _check(k, d, sigma, rest_rows, tail, p, spread)
+    key = Key.of(seed)
+    sizes = torch.cat([
+        torch.full((anchors,), anchor_rows),
+        torch.full((108 * k**2 * d if pairs is None else pairs,), 2),
+        _rest_sizes(rest, rest_rows, tail, key.fold(_SIZES)),
+    ])  # fmt: skip
+    shares = torch.ones(k) if p is None else torch.tensor(p, dtype=torch.float64)
+    z = torch.multinomial(shares, len(sizes), replacement=True, generator=key.fold(_LABELS).generator())
+    of_row = z.repeat_interleave(sizes)
+    g = key.fold(_ROWS).generator()
+    x, noise = torch.randn(len(of_row), d, generator=g), torch.randn(len(of_row), generator=g)
+    for j in range(k if spread else 0):
+        own = of_row == j
+        x[own] = x[own] @ _root(d, *(spread or ()), key.fold(_SPREAD, j))
+    y = (x * regression_truth(k, d, radius, seed)[of_row]).sum(1) + sigma * noise
+    return Federation(Packed(x, y, torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])), groups=z)
+
+
+def regression_truth(k: int, d: int, radius: float = 1.0, seed: int = 0) -> Tensor:
+    """θ* of `mixed_regression` with the same arguments (k, d)."""
+    theta = torch.randn(k, d, generator=Key.of(seed).fold(_TRUTH).generator())
+    return radius * theta / theta.norm(dim=1, keepdim=True)
+
+
+def _rest_sizes(rest: int, rows: tuple[int, ...], tail: float | None, key: Key) -> Tensor:
+    if tail is None:
+        return torch.tensor(rows)[torch.randint(len(rows), (rest,), generator=key.generator())]
+    u = torch.rand(rest, dtype=torch.float64, generator=key.generator()).clamp(min=1e-12)
+    return u.pow(-1 / tail).clamp(max=LONGEST).long()  # the inverse of P(n ≥ s) = s^(-tail)
+
+
+def _root(d: int, low: float, high: float, key: Key) -> Tensor:
+    """Σ^(1/2) for a covariance with eigenvalues in a range and any eigenvectors."""
+    g = key.generator()
+    basis = torch.linalg.qr(torch.randn(d, d, generator=g))[0]
+    values = low + (high - low) * torch.rand(d, generator=g)
+    return (basis * values.sqrt()) @ basis.T
+
+
+def _check(
+    k: int,
+    d: int,
+    sigma: float,
+    rest_rows: tuple[int, ...],
+    tail: float | None,
+    p: tuple[float, ...] | None,
+    spread: tuple[float, ...] | None,
+) -> None:
+    for name, value, low in (("k", k, 1), ("d", d, 1), ("sigma", sigma, 0)):
+        if not value >= low or not math.isfinite(value):
+            raise ValueError(f"mixed_regression: {name} must be at least {low}, got {value}")
+    if not rest_rows or min(rest_rows) < 1:
+        raise ValueError(f"mixed_regression: rest_rows must be numbers of rows of at least 1, got {rest_rows}")
+    if tail is not None and not tail > 0:
+        raise ValueError(f"mixed_regression: tail must be above 0, got {tail}")
+    if p is not None and (len(p) != k or min(p) <= 0):
+        raise ValueError(f"mixed_regression: p must be {k} numbers above 0, got {p}")
+    if spread is not None and (len(spread) != 2 or not 0 < spread[0] <= spread[1]):
+        raise ValueError(f"mixed_regression: spread must be (low, high) with 0 < low <= high, got {spread}")

@@ -1,0 +1,65 @@
+"""Models that are linear in their parameters: f(x) = ⟨φ(x), θ⟩, whatever φ is.
+
+φ(x) is the gradient of the output with respect to the parameters, so it need not be told: any module whose output is
+linear in its parameters has one. For `models.Linear` it is the row itself, and a 1 for the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from coterie.key import Key
+from coterie.tree import Params, flat
+
+if TYPE_CHECKING:
+    from coterie.task import Task
+
+
+def features_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """φ of a module with one output: rows (n, …) to features (n, d), in the order of its parameters."""
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+
+    def phi(x: Tensor) -> Tensor:
+        zero = {name: x.new_zeros(shape) for name, shape in shapes.items()}
+
+        def output(params: Params, row: Tensor) -> Tensor:
+            return functional_call(module, params, (row[None],)).reshape(())
+
+        return flat(vmap(grad(output), in_dims=(None, 0))(zero, x))
+
+    return phi
+
+
+def feature_map(task: Task, x: Tensor, who: str) -> Callable[[Tensor], Tensor]:
+    """φ of a task, once it is clear that its model is ⟨φ(x), θ⟩ with a single output and its loss is squared.
+
+    Args:
+        task: The task.
+        x: Some rows to try it on.
+        who: Whose need it is, for the message.
+
+    Raises:
+        ValueError: The task is another; says what is needed.
+    """
+    from coterie.task import Data
+
+    need = f"{who}: the task must be a regression with one output whose model is linear in its parameters"
+    if task.features is None:
+        raise ValueError(f"{need}, such as Task.regressor(models.Linear({x[0].numel()}, 1)); its score is {task.metric}")
+    rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
+    try:
+        phi = task.features(x)
+        for j in range(2):
+            theta = {name: p.to(x.dtype) for name, p in task.init(Key.of(j)).items()}
+            squared = task.loss(theta, rows)  # of f(x), for y = 0
+            expected = (phi @ flat(theta, 0)).square()
+            if not torch.allclose(squared, expected, rtol=1e-3, atol=1e-5 * float(expected.max().clamp(min=1))):
+                raise ValueError(f"{need}; this model is not linear in them")
+    except RuntimeError as error:
+        raise ValueError(f"{need}; this one cannot be taken so ({str(error).splitlines()[0]})") from error
+    return task.features
