@@ -237,7 +237,10 @@ def _product_sums(x: Outer, share: Tensor) -> Tensor:
     lined_up = x.right.movedim(0, -3).flatten(-3, -2)  # (…, b·n, right)
 
     def total(weight: Tensor) -> Tensor:
-        left = x.left * weight.reshape(-1, *[1] * (x.left.dim() - 1)).to(x.left.dtype)
+        if bool((weight == 1).all()):
+            left = x.left
+        else:
+            left = x.left * weight.reshape(-1, *[1] * (x.left.dim() - 1)).to(x.left.dtype)
         return Outer(left.movedim(0, -3).flatten(-3, -2), lined_up).product()
 
     return torch.stack([total(weight) for weight in share.T])

@@ -50,7 +50,9 @@ def feature_map(task: Task, x: Tensor, who: str) -> Callable[[Tensor], Tensor]:
 
     need = f"{who}: the task must be a regression with one output whose model is linear in its parameters"
     if task.features is None:
-        raise ValueError(f"{need}, such as Task.regressor(models.Linear({x[0].numel()}, 1)); its score is {task.metric}")
+        raise ValueError(
+            f"{need}, such as Task.regressor(models.Linear({x[0].numel()}, 1)); its score is {task.metric}"
+        )
     rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
     try:
         phi = task.features(x)

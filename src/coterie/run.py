@@ -217,6 +217,7 @@ class _Loop:
         self.history: list[dict[str, Any]] = []
         self.now = _Now(None, 0, {})
         self.start_seconds = 0.0
+        self.scored: tuple[int, Scores] | None = None  # after how many rounds all clients were last scored, and how
 
     @property
     def state(self) -> Any:
@@ -277,6 +278,7 @@ class _Loop:
         score, each = None, None
         if (t + 1) % self.every == 0 or t + 1 == self.rounds:
             scores = evaluate(self.algorithm, state, self.cohort.at(t))
+            self.scored = t + 1, scores
             score, own = scores.mean, scores.per_cluster
             each = [own.get(j) for j in range(clusters)]
         listed = clusters <= LISTED
@@ -317,7 +319,7 @@ class _Loop:
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
-        types = snapshot.named_tuples(sys.modules[type(self.algorithm).__module__])
+        types = snapshot.named_tuples(type(self.algorithm))
         content, warnings = self.record.restore(types)
         for warning in warnings:
             log.warning(warning)
@@ -341,11 +343,13 @@ class _Loop:
                 self.record.event("log", message=message)
 
     def _result(self) -> Run:
-        scores = evaluate(self.algorithm, self.state, self.cohort.at(self.now.done))
+        done = self.now.done
+        if self.scored is None or self.scored[0] != done:
+            self.scored = done, evaluate(self.algorithm, self.state, self.cohort.at(max(0, done - 1)))
         return Run(
             self.algorithm,
             self.state,
-            scores,
+            self.scored[1],
             self.history[: self.now.done],
             self.record and self.record.path,
             self.cohort,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,9 +64,10 @@ def load(path: Path, types: dict[str, type]) -> Any:
         raise Damaged(f"{path.name} is damaged ({error})") from error
 
 
-def named_tuples(module: Any) -> dict[str, type]:
-    """The NamedTuples that a module defines: what its algorithm's states are made of."""
-    return {n: t for n, t in vars(module).items() if isinstance(t, type) and hasattr(t, "_fields")}
+def named_tuples(algorithm: type) -> dict[str, type]:
+    """The NamedTuples in the modules of a class and of those it is made from: what its states are made of."""
+    known = [vars(sys.modules[c.__module__]).items() for c in reversed(algorithm.__mro__)]
+    return {n: t for own in known for n, t in own if isinstance(t, type) and hasattr(t, "_fields")}
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

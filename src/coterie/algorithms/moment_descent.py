@@ -159,37 +159,38 @@ class MomentDescent(Start):
         return ClientStep(run)
 
     def pool(self, task: Task) -> ClientStep:
-        """The mean of ε(x, y, θ) ε(x̃, ỹ, θ)ᵀ over all ordered pairs of a client's rows, for every anchor's θ."""
+        """The mean of ε(x, y, θ) ε(x̃, ỹ, θ)ᵀ over all ordered pairs of a client's rows, for every θ (h·d, d)."""
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
-            one, two, pairs = self._residuals(task, sent, local.data)
-            return Reply(Outer(one, (two.sum(1, keepdim=True) - two) / pairs), _evidence(local.data), _zero(), {})
+            phi, one, two = self._residuals(task, sent, local.data)
+            others = (one.T @ phi)[None] - one[:, :, None] * phi[:, None]  # of each row's partners (n, h, d)
+            return Reply(Outer((two[:, :, None] * others).flatten(1), phi), _evidence(local.data), _zero(), {})
 
         return ClientStep(run)
 
     def apply(self, task: Task) -> ClientStep:
-        """The symmetric part of the same matrix, applied to Q."""
+        """The symmetric part of the same matrix, applied to Q (d, h·k)."""
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
-            one, two, pairs = self._residuals(task, sent, local.data)
+            phi, one, two = self._residuals(task, sent, local.data)
+            seen = _projected(phi, sent["Q"])
 
-            def against(other: Tensor) -> Tensor:
-                return (other.sum(1, keepdim=True) - other) @ sent["Q"] / pairs
+            def against(own: Tensor, other: Tensor) -> Tensor:
+                each = other[:, :, None] * seen
+                return own[:, :, None] * (each.sum(0) - each)
 
-            if not self.noise:  # both copies are the same, and the matrix is symmetric
-                return Reply(Outer(one, against(one)), _evidence(local.data), _zero(), {})
-            left, right = torch.cat([one, two], 1), torch.cat([against(two), against(one)], 1) / 2
-            return Reply(Outer(left, right), _evidence(local.data), _zero(), {})
+            right = (against(one, two) + against(two, one)) / 2 if self.noise else against(one, one)
+            return Reply(Outer(phi, right.flatten(1)), _evidence(local.data), _zero(), {})
 
         return ClientStep(run)
 
     def forth(self, task: Task) -> ClientStep:
-        """YᵀQ for Y = ε(x₁, y₁, θ) ε(x₂, y₂, θ)ᵀ of a client's first two rows."""
-        return self._one_pair(task, lambda first, second: (second, first))
+        """YᵀQ for Y = ε(x₁, y₁, θ) ε(x₂, y₂, θ)ᵀ of a client's first two rows (d, h·k)."""
+        return self._one_pair(task, to=1, come_from=0)
 
     def back(self, task: Task) -> ClientStep:
         """Y times what `forth` gave."""
-        return self._one_pair(task, lambda first, second: (first, second))
+        return self._one_pair(task, to=0, come_from=1)
 
     def descend(self, task: Task) -> ClientStep:
         """Lines 11 to 15 at an anchor client."""
@@ -198,7 +199,8 @@ class MomentDescent(Start):
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
             theta, projection = sent["theta"], sent["U"]
             rows = pick(local.data, local.draws["rows"])
-            e = _residual(_features(task, rows), rows, theta[None])[0] @ projection  # (2ℓ, k)
+            phi = _features(task, rows)
+            e = _off(phi, rows, theta[None]) * (phi @ projection)  # Ûᵀε (2ℓ, k)
             a = e[:ell].T @ e[ell:] / ell  # eq. (2)
             mean = e.mean(0)
             beta = mean
@@ -219,17 +221,19 @@ class MomentDescent(Start):
         return ClientStep(run, draw)
 
     def _residuals(self, task: Task, sent: dict[str, Tensor], data: Data) -> tuple[Tensor, Tensor, Tensor]:
-        """ε (h, n, d) of a client's rows under the two copies of the anchors' models, and n(n-1)."""
+        """φ (n, d), and y - ⟨φ, θ⟩ (n, h) under the two copies of the anchors' models, each over √(n(n-1))."""
         phi, n = _features(task, data), data.mask.sum()
-        one = _residual(phi, data, sent["theta"])
-        two = _residual(phi, data, sent["theta~"]) if self.noise else one
-        return one, two, n * (n - 1)
+        own = data._replace(mask=data.mask / (n * (n - 1)).sqrt())
+        one = _off(phi, own, sent["theta"])
+        return phi, one, _off(phi, own, sent["theta~"]) if self.noise else one
 
-    def _one_pair(self, task: Task, order: Any) -> ClientStep:
+    def _one_pair(self, task: Task, to: int, come_from: int) -> ClientStep:
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
-            one, two, _ = self._residuals(task, sent, local.data)
-            left, right = order(one[:, :1], two[:, 1:2])
-            return Reply(Outer(left, right @ sent["Q"]), torch.ones(()), _zero(), {})
+            phi, one, two = self._residuals(task, sent, local.data)
+            n = local.data.mask.sum()
+            both = one[0] * two[1] * n * (n - 1)  # (h,)
+            seen = _projected(phi[come_from][None], sent["Q"])
+            return Reply(Outer(phi[to][None], (both[:, None] * seen).flatten(1)), torch.ones(()), _zero(), {})
 
         return ClientStep(run)
 
@@ -238,6 +242,7 @@ class MomentDescent(Start):
     def _subspace(self, theta: Tensor, k: int, others: Cohort, white: Tensor, key: Key) -> Tensor:
         """Line 9: the top-k left singular vectors of every anchor's Y_{i,t} (h, d, k), for whitened features."""
         sent, rows = self._copies(theta, others, key)
+        (h, d), like = theta.shape, theta
 
         def mean(step: Step, more: dict[str, Tensor]) -> Tensor:
             shared = sent | {n: x if rows is None else x.expand(len(others), *x.shape) for n, x in more.items()}
@@ -245,15 +250,14 @@ class MomentDescent(Start):
             return (sums.update[0] / sums.weight[0]).cpu().double()
 
         if self.subspace == "pooled":
-            y = white @ mean(self.pool, {}) @ white
+            y = white @ mean(self.pool, {}).reshape(h, d, d) @ white
             values, vectors = torch.linalg.eigh((y + y.mT) / 2)
             top = values.abs().argsort(-1, descending=True)[:, None, :k]
-            return vectors.gather(2, top.expand(-1, vectors.shape[1], -1))
-        start = torch.randn(*theta.shape, k, dtype=torch.float64, generator=key.generator())
-        q = torch.linalg.qr(start)[0]
+            return vectors.gather(2, top.expand(-1, d, -1))
+        q = torch.linalg.qr(torch.randn(h, d, k, dtype=torch.float64, generator=key.generator()))[0]
         for _ in range(self.orthogonal):
             for step in (self.forth, self.back) if self.subspace == "printed" else (self.apply,):
-                q = white @ mean(step, {"Q": (white @ q).to(theta.device, theta.dtype)})
+                q = white @ mean(step, {"Q": (white @ q).to(like)}).reshape(d, h, k).movedim(1, 0)
             q = torch.linalg.qr(q)[0]
         return q
 
@@ -280,7 +284,6 @@ class MomentDescent(Start):
         """Lines 3 and 7: who takes part in which iteration."""
         feature_map(task, cohort.federation.train.x[:2], "MomentDescent")
         anchors = self._choose_anchors(k, cohort, key)
-        white = self._whitening(task, cohort)
         able = cohort.sizes >= 2
         able[anchors] = False
         order = key.fold(_S).shuffle(cohort.numbers)
@@ -295,6 +298,7 @@ class MomentDescent(Start):
             + f"; subspaces {self.subspace}, {up} numbers up per client, anchor and iteration "
             f"(pooled: {d * d}, symmetric: {d * k * self.orthogonal}, printed: {2 * d * k * self.orthogonal})"
         )
+        white = self._whitening(task, cohort.only(torch.cat([anchors, others[0]])))
         return _Population(anchors, others, white)
 
     def _choose_anchors(self, k: int, cohort: Cohort, key: Key) -> Tensor:
@@ -321,10 +325,15 @@ class MomentDescent(Start):
             ends = torch.searchsorted(total, wanted) + 1
         if int(ends[-1]) > len(order):
             need = self.clients or math.ceil(ENOUGH * k**2 * d / float(evidence.double().mean()))
+            way = "clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration"
             raise ValueError(
                 f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
                 f"the anchors, {need} each, but there are {len(order)}; "
-                + ("clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration")
+                + (
+                    "clients=None takes those there are"
+                    if self.reuse
+                    else "reuse=True takes the same in every iteration"
+                )
             )
         parts = [order[int(a) : int(b)].sort().values for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         return parts * self.rounds if self.reuse else parts
@@ -336,7 +345,7 @@ class MomentDescent(Start):
         moment = sums.update[0].cpu().double() / rows
         values, vectors = torch.linalg.eigh(moment)
         if float(values[0]) <= COLLINEAR * float(values[-1]):
-            raise ValueError(f"MomentDescent: {_degenerate(moment, vectors[:, 0], rows)}")
+            raise ValueError(f"MomentDescent: {_degenerate(vectors[:, 0], rows, len(cohort))}")
         return (vectors / values.sqrt()) @ vectors.T
 
 
@@ -377,10 +386,14 @@ def _features(task: Task, data: Data) -> Tensor:
     return task.features(data.x)
 
 
-def _residual(phi: Tensor, data: Data, theta: Tensor) -> Tensor:
-    """ε(x, y, θ) = (y - ⟨φ(x), θ⟩) φ(x) for every θ (h, d) and row: (h, n, d)."""
-    off = (data.y.reshape(-1) - theta @ phi.T) * data.mask
-    return off[..., None] * phi
+def _off(phi: Tensor, data: Data, theta: Tensor) -> Tensor:
+    """Y - ⟨φ(x), θ⟩ for every row and θ (n, h); ε(x, y, θ) is that times φ(x)."""
+    return (data.y.reshape(-1, 1) - phi @ theta.T) * data.mask[:, None]
+
+
+def _projected(phi: Tensor, q: Tensor) -> Tensor:
+    """φᵀQ for every anchor's Q (n, h, k)."""
+    return (phi @ q.movedim(1, 0).flatten(1)).unflatten(1, (q.shape[0], q.shape[2]))
 
 
 def _evidence(data: Data) -> Tensor:
@@ -392,16 +405,13 @@ def _zero() -> Tensor:
     return torch.zeros((), dtype=torch.long)
 
 
-def _degenerate(moment: Tensor, direction: Tensor, rows: int) -> str:
-    """What is wrong with features that do not span all d dimensions."""
-    d = len(moment)
-    if rows < d:
-        return f"all clients have {rows} rows together, fewer than the model's {d} parameters"
+def _degenerate(direction: Tensor, rows: int, clients: int) -> str:
+    """What is wrong with features that do not span all d dimensions; `direction` is one that they miss."""
+    if rows < len(direction):
+        return f"{clients} clients have {rows} rows together, fewer than the model's {len(direction)} parameters"
     involved = (direction.abs() > 0.01).nonzero().flatten().tolist()
+    where = f"over {rows} rows of {clients} clients (features are counted from 0; the model's bias is the last)"
     if len(involved) == 1:
-        return f"feature {involved[0]} is zero in every row (features are counted from 0, the model's bias comes last)"
+        return f"feature {involved[0]} is zero {where}"
     names = ", ".join(map(str, involved[:8])) + (", …" if len(involved) > 8 else "")
-    return (
-        f"features {names} are collinear over all {rows} rows: one is constant or can be told from the others "
-        f"(features are counted from 0, the model's bias comes last)"
-    )
+    return f"features {names} are collinear {where}: one of them is constant or follows from the others"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     if "model" not in config["task"] or config["algorithm"].get("init") == "given":
         raise ValueError(f"{run} was trained from Python on a model of its own; use run.assign(x, y) there")
     algorithm, task = build_algorithm(config["algorithm"]), build_task(config["task"])
-    content, damaged = read_checkpoint(run, snapshot.named_tuples(sys.modules[type(algorithm).__module__]))
+    content, damaged = read_checkpoint(run, snapshot.named_tuples(type(algorithm)))
     if content is None:
         raise ValueError(f"{run} has no checkpoint that can be read")
     for file in damaged:

@@ -20,6 +20,6 @@ from coterie.data.synthetic import linear_mixture
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "keep_labels", "linear_mixture",
-    "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits", "quantity_skew",
-    "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "swap_labels",
+    "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits",
+    "quantity_skew", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "swap_labels",
 ]  # fmt: skip

@@ -33,9 +33,10 @@ def mixed_regression(
     p: tuple[float, ...] | None = None,
     spread: tuple[float, ...] | None = None,
 ) -> Federation:
-    """y = ⟨x, θ*_j⟩ + ζ with x ~ N(0, Σ_j) and ζ ~ N(0, σ²); a client's cluster j is drawn from p.
+    """Regressions y = ⟨x, θ*_j⟩ + ζ with x ~ N(0, Σ_j), ζ ~ N(0, σ²), and each client's cluster j drawn from p.
 
-    The truth θ*_j is drawn uniformly from the sphere of radius R; `regression_truth` returns it.
+    The truth θ*_j is drawn uniformly from the sphere of radius R; `regression_truth` returns it. The clients with the
+    most rows come first.
 
     Args:
         k: Clusters.
@@ -64,15 +65,15 @@ def mixed_regression(
         torch.full((anchors,), anchor_rows),
         torch.full((108 * k**2 * d if pairs is None else pairs,), 2),
         _rest_sizes(rest, rest_rows, tail, key.fold(_SIZES)),
-    ])  # fmt: skip
+    ]).sort(descending=True).values  # fmt: skip
     shares = torch.ones(k) if p is None else torch.tensor(p, dtype=torch.float64)
     z = torch.multinomial(shares, len(sizes), replacement=True, generator=key.fold(_LABELS).generator())
     of_row = z.repeat_interleave(sizes)
     g = key.fold(_ROWS).generator()
     x, noise = torch.randn(len(of_row), d, generator=g), torch.randn(len(of_row), generator=g)
-    for j in range(k if spread else 0):
-        own = of_row == j
-        x[own] = x[own] @ _root(d, *(spread or ()), key.fold(_SPREAD, j))
+    if spread is not None:
+        for j in range(k):
+            x[of_row == j] = x[of_row == j] @ _root(d, spread, key.fold(_SPREAD, j))
     y = (x * regression_truth(k, d, radius, seed)[of_row]).sum(1) + sigma * noise
     return Federation(Packed(x, y, torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])), groups=z)
 
@@ -90,9 +91,9 @@ def _rest_sizes(rest: int, rows: tuple[int, ...], tail: float | None, key: Key) 
     return u.pow(-1 / tail).clamp(max=LONGEST).long()  # the inverse of P(n ≥ s) = s^(-tail)
 
 
-def _root(d: int, low: float, high: float, key: Key) -> Tensor:
+def _root(d: int, spread: tuple[float, ...], key: Key) -> Tensor:
     """Σ^(1/2) for a covariance with eigenvalues in a range and any eigenvectors."""
-    g = key.generator()
+    (low, high), g = spread, key.generator()
     basis = torch.linalg.qr(torch.randn(d, d, generator=g))[0]
     values = low + (high - low) * torch.rand(d, generator=g)
     return (basis * values.sqrt()) @ basis.T

@@ -37,6 +37,7 @@ from coterie.task import Data
 from coterie.tree import Params, nbytes, take, tree_map
 
 CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
+NARROW = 8  # outputs of all models together up to which rows that a model does not want are multiplied by 0
 FEW = 64  # up to so many models, clients with the same one share a product
 LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
 RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
@@ -227,7 +228,12 @@ class Trained(NamedTuple):
         """
         if self.moved.bias is not None:
             return None
-        total, own = torch.zeros_like(like), self.moved.first * weight[..., None, None]
+        own = self.moved.first * weight[..., None, None]
+        if like[:, :, 0].numel() <= NARROW:
+            took = self.label[..., None] == torch.arange(len(like), device=own.device)  # (c, r, s)
+            spread = (own[:, :, :, None] * took[:, :, None, :, None]).sum(1)  # (c, n, s, h)
+            return (spread.flatten(0, 1).flatten(1).T @ self.x.flatten(0, 1)).reshape(like.shape)
+        total = torch.zeros_like(like)
         for s, at, r in _members(self.label):
             total[s].addmm_(own[at, r].flatten(0, 1).T, self.x[at].flatten(0, 1))
         return total
@@ -258,8 +264,8 @@ def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Te
     z = rows.times(weight.reshape(s * h, d).T, bias).unflatten(1, (s, h))
     rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}
     each = vmap(split.loss, in_dims=(0, 1, None))(rest, z, data.y.flatten(0, 1)).unflatten(1, (c, n))
-    mean = (each * row_shares(data)).sum(-1).T  # (c, s)
-    best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(1, (s // k, k)).argmin(-1)
+    mean = (each * row_shares(data)).sum(-1)  # (s, c)
+    best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(0, (s // k, k)).argmin(1).T
     label = best + k * torch.arange(s // k, device=z.device)
     return z.unflatten(0, (c, n))[torch.arange(c, device=z.device)[:, None], :, label], label
 
