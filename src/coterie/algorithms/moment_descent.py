@@ -328,12 +328,7 @@ class MomentDescent(Start):
             way = "clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration"
             raise ValueError(
                 f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
-                f"the anchors, {need} each, but there are {len(order)}; "
-                + (
-                    "clients=None takes those there are"
-                    if self.reuse
-                    else "reuse=True takes the same in every iteration"
-                )
+                f"the anchors, {need} each, but there are {len(order)}; {way}"
             )
         parts = [order[int(a) : int(b)].sort().values for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         return parts * self.rounds if self.reuse else parts
