@@ -28,3 +28,12 @@ def ragged():
             y = torch.randint(10, (n,), generator=g)
             part.append((centres[i % 3][y] + 0.3 * torch.randn(n, 64, generator=g), y))
     return Federation.from_clients(clients, tests, groups=[i % 3 for i in range(12)])
+
+
+@pytest.fixture(scope="session")
+def regression():
+    """Forty clients of very unequal size in three mixed regressions, and the task to learn them."""
+    federation = ct.data.mixed_regression(
+        k=3, d=4, seed=1, anchors=6, anchor_rows=40, pairs=14, rest=20, rest_rows=(1, 3, 6, 11)
+    )
+    return ct.Task.regressor(ct.models.Linear(4, 1)), federation

@@ -17,7 +17,11 @@ from coterie.key import Key
 from coterie.task import Data
 from coterie.tree import flat, leaves, tree_map
 
-SETTINGS = {"k": 3, "tau": 3}  # a k where one is needed, and little to do
+SETTINGS = {"k": 3, "tau": 3, "lr": 0.1}  # a k where one is needed, and little to do
+OWN = {
+    "fedx": {"lr": 0.05},
+    "mixed_regression": {"init": ct.MomentDescent(clients=12, ell=4, rounds=2, reuse=True), "lr": None},
+}
 
 VARIANTS = {
     "plain": {},
@@ -39,13 +43,30 @@ VARIANTS = {
     "permuted": {"schedule": (1, 3), "patience": 1, "privacy": "permutation", "secret": 5},
     "rotated": {"schedule": (1, 3), "patience": 1, "privacy": "rotation", "batch": 4},
     "sketched": {"schedule": (1, 3), "patience": 1, "sketch": 200, "weights": "size"},
+    "prox_exact": {"refine": "fedprox"},
+    "soft": {"soft": True},
+    "soft_prox": {"soft": True, "refine": "fedprox", "temperature": 0.5},
+    "as_printed": {"refine": "fedavg", "normalise": "all", "fraction": 0.5},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
 }
 
 
 def make(name, **settings):
     fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
-    return ALGORITHMS[name](**{n: v for n, v in {**SETTINGS, **settings}.items() if n in fields})
+    return ALGORITHMS[name](**{n: v for n, v in {**SETTINGS, **OWN.get(name, {}), **settings}.items() if n in fields})
+
+
+@pytest.fixture
+def problems(task, ragged, regression):
+    """A task and a federation that suit each algorithm."""
+    return {cls: regression if cls is ct.MixedRegression else (task, ragged) for cls in ALGORITHMS.values()}
+
+
+@pytest.fixture
+def problem(request, problems):
+    """Those that suit the algorithm of the test."""
+    given = request.node.callspec.params
+    return problems[ALGORITHMS[given["name"]] if "name" in given else type(given["algorithm"])]
 
 
 def cases():
@@ -83,21 +104,24 @@ def assert_same(a, b, tolerance=0.0):
 
 
 @every_case
-def test_executors_agree(algorithm, task, ragged):
-    states = [rounds_of(algorithm, cohort_of(ragged, task, name), 3)[0] for name in EXECUTORS]
+def test_executors_agree(algorithm, problem):
+    task, federation = problem
+    states = [rounds_of(algorithm, cohort_of(federation, task, name), 3)[0] for name in EXECUTORS]
     for other in states[1:]:
         assert_same(states[0], other, 1e-5)
 
 
 @every_case
-def test_same_key_same_result(algorithm, task, ragged):
-    one, two = (rounds_of(algorithm, cohort_of(ragged, task, "vectorised"), 2)[0] for _ in range(2))
+def test_same_key_same_result(algorithm, problem):
+    task, federation = problem
+    one, two = (rounds_of(algorithm, cohort_of(federation, task, "vectorised"), 2)[0] for _ in range(2))
     assert_same(one, two)
 
 
 @every_case
-def test_round_leaves_its_input_alone(algorithm, task, ragged):
-    cohort = cohort_of(ragged, task, "vectorised")
+def test_round_leaves_its_input_alone(algorithm, problem):
+    task, federation = problem
+    cohort = cohort_of(federation, task, "vectorised")
     state, _ = rounds_of(algorithm, cohort, 1)
     copy = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
     algorithm.round(state, cohort.at(1))
@@ -111,36 +135,44 @@ def test_hyperparameters_survive_json(algorithm):
 
 @every_algorithm
 @every_executor
-def test_stop_and_resume(name, executor, task, ragged, tmp_path):
+def test_stop_and_resume(name, executor, tmp_path, problem):
+    task, federation = problem
     algorithm = make(name, batch=4, fraction=0.5)
-    whole = ct.fit(algorithm, task, ragged, rounds=6, seed=3, executor=executor, out=tmp_path / "whole")
-    ct.fit(algorithm, task, ragged, rounds=3, seed=3, executor=executor, out=tmp_path / "parts")
-    parts = ct.fit(algorithm, task, ragged, rounds=6, seed=3, executor=executor, out=tmp_path / "parts", resume=True)
+    whole = ct.fit(algorithm, task, federation, rounds=6, seed=3, executor=executor, out=tmp_path / "whole")
+    ct.fit(algorithm, task, federation, rounds=3, seed=3, executor=executor, out=tmp_path / "parts")
+    parts = ct.fit(
+        algorithm, task, federation, rounds=6, seed=3, executor=executor, out=tmp_path / "parts", resume=True
+    )
     assert_same(whole.state, parts.state)
     assert [r["loss"] for r in whole.history] == [r["loss"] for r in parts.history]
 
 
 @every_algorithm
-def test_renumbering_clients_renumbers_labels(name, task, ragged):
-    ragged = dataclasses.replace(ragged, ids=tuple(f"site-{i}" for i in range(len(ragged))))
-    order = torch.randperm(len(ragged), generator=torch.Generator().manual_seed(5))
+def test_renumbering_clients_renumbers_labels(name, problem):
+    task, federation = problem
+    federation = dataclasses.replace(federation, ids=tuple(f"site-{i}" for i in range(len(federation))))
+    order = torch.randperm(len(federation), generator=torch.Generator().manual_seed(5))
     algorithm = make(name, batch=4, fraction=0.5)
-    plain = ct.fit(algorithm, task, ragged, rounds=4)
-    moved = ct.fit(algorithm, task, ragged.select(order), rounds=4)
+    plain = ct.fit(algorithm, task, federation, rounds=4)
+    moved = ct.fit(algorithm, task, federation.select(order), rounds=4)
     a, b = plain.labels[order.numpy()], moved.labels
     assert len(set(zip(a.tolist(), b.tolist(), strict=True))) == len(set(a)) == len(set(b))
     assert np.allclose(plain.scores.per_client[order.numpy()], moved.scores.per_client)
 
 
 @every_algorithm
-def test_one_cluster_is_fedavg(name, task, ragged):
+def test_one_cluster_is_fedavg(name, problem):
+    task, federation = problem
     fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
     if "k" not in fields:
         return
     single = make(name, k=1, init="random")
-    one = rounds_of(single, cohort_of(ragged, task), 3)[0]
-    fedavg, cohort = make("fedavg"), cohort_of(ragged, task)
-    begin = single.models(single.start(task, cohort.at(0), Key.of(0)))
+    one = rounds_of(single, cohort_of(federation, task), 3)[0]
+    weights = getattr(single, "weights", "size")
+    cohort = cohort_of(federation, task)
+    first = single.start(task, cohort.at(0), Key.of(0))
+    begin, lr = single.models(first), getattr(first, "lr", single.lr)
+    fedavg = make("fedavg", weights=weights, lr=lr)
     two = fedavg.start(task, cohort.at(0), Key.of(0))._replace(theta=begin)
     for t in range(3):
         two, _ = fedavg.round(two, cohort.at(t))
@@ -148,10 +180,11 @@ def test_one_cluster_is_fedavg(name, task, ragged):
 
 
 @every_algorithm
-def test_an_empty_cluster_keeps_its_model(name, task, ragged):
+def test_an_empty_cluster_keeps_its_model(name, problem):
     """A federation of two clients cannot fill three clusters, so a model must come through untouched."""
+    task, federation = problem
     algorithm = make(name, k=3, fraction=0.2)
-    cohort = cohort_of(ragged, task, "vectorised")
+    cohort = cohort_of(federation, task, "vectorised")
     state = algorithm.start(task, cohort.at(0), Key.of(0))
     after, report = algorithm.round(state, cohort.at(0))
     chosen = set(algorithm.labels(after)[report.clients].tolist())
@@ -162,12 +195,13 @@ def test_an_empty_cluster_keeps_its_model(name, task, ragged):
 
 
 @every_algorithm
-def test_assign_of_a_training_client_is_its_label(name, task, ragged):
-    run = ct.fit(make(name), task, ragged, rounds=8)
-    for i in range(len(ragged)):
-        x, y = ragged.train.client(i)
+def test_assign_of_a_training_client_is_its_label(name, problem):
+    task, federation = problem
+    run = ct.fit(make(name), task, federation, rounds=8)
+    for i in range(len(federation)):
+        x, y = federation.train.client(i)
         assigned, label = run.assign(x, y), run.labels[i]
-        if len(run.models) == len(ragged):  # no groups: a neighbour's model may serve a client better than its own
+        if len(run.models) == len(federation):  # no groups: a neighbour's model may serve a client better than its own
             loss = [float(task.loss(run.models[j], Data(x, y, torch.ones(len(x)))).mean()) for j in (assigned, label)]
             assert loss[0] <= loss[1] + 1e-6
         else:
@@ -175,18 +209,21 @@ def test_assign_of_a_training_client_is_its_label(name, task, ragged):
 
 
 @every_algorithm
-def test_every_step_traces_under_vmap(name, task, ragged):
+def test_every_step_traces_under_vmap(name, problems):
     """Over all variants, the vectorised executor has run every step that the algorithm defines."""
+    cls, known = ALGORITHMS[name], ALGORITHMS.values()
     steps = {
         method.__qualname__
-        for method in vars(ALGORITHMS[name]).values()
-        if inspect.isfunction(method) and method.__annotations__.get("return") == ClientStep.__name__
+        for owner in cls.__mro__
+        for method in vars(owner).values()
+        if owner in known and inspect.isfunction(method) and method.__annotations__.get("return") == ClientStep.__name__
     }
     ran = set()
     for case in cases():
         algorithm = case.values[0]
-        if type(algorithm) is ALGORITHMS[name]:
-            cohort = cohort_of(ragged, task, "vmap")
+        if isinstance(algorithm, cls):
+            task, federation = problems[type(algorithm)]
+            cohort = cohort_of(federation, task, "vmap")
             state, _ = rounds_of(algorithm, cohort, 4)
             algorithm.place(state, cohort)
             ran |= {label.split(" on ")[0] for label in cohort.ledger.chunks}

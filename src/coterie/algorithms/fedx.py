@@ -131,8 +131,9 @@ class FedX(Algorithm):
             losses = vmap(lambda t: mean_loss(task, t, local.data))(sent["theta"])
             above = (losses - losses.amin()) * rows
             share = (-above / sent["temperature"].clamp(min=torch.finfo(above.dtype).tiny)).softmax(0)  # λ_i
-            refine = vmap(lambda t, s: self._refine(task, t, local.data, sent["lr"], s))
-            update = {"theta": refine(sent["theta"], share), "share": share, "loss": share * losses}
+            end = vmap(lambda t, s: self._refine(task, t, local.data, sent["lr"], s))(sent["theta"], share)
+            moved = tree_map(torch.sub, end, sent["theta"])
+            update = {"moved": moved, "share": share, "loss": share * losses}
             note = {"label": losses.argmin(), "loss": losses.amin()}
             return Reply(update, rows.expand(self.k), torch.arange(self.k, device=share.device), note)
 
@@ -187,17 +188,17 @@ class FedX(Algorithm):
 
     def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
         """Line 7: Σ w_i θ_{i,t}; a model that nobody refined stays as it is."""
-        update, members = sums.update, sums.weight
+
+        def column(x: Tensor, like: Tensor) -> Tensor:
+            return x.reshape(-1, *[1] * (like.dim() - 1))
+
         if self.soft:
-            update, members = sums.update["theta"], sums.update["share"]
-        norm = members if self.normalise == "cluster" else torch.full_like(members, everybody)
-
-        def new(total: Tensor, old: Tensor) -> Tensor:
-            weight, by = (x.reshape(-1, *[1] * (old.dim() - 1)) for x in (sums.weight, norm))
-            moved = old + (total - weight * old) / by.clamp(min=torch.finfo(old.dtype).tiny)
-            return torch.where(by > 0, moved, old)
-
-        return tree_map(new, update, theta)
+            moved, members = sums.update["moved"], sums.update["share"]
+        else:
+            moved, members = tree_map(lambda x, p: x - column(sums.weight, p) * p, sums.update, theta), sums.weight
+        by = members if self.normalise == "cluster" else torch.full_like(members, everybody)
+        by = by.clamp(min=torch.finfo(by.dtype).tiny)
+        return tree_map(lambda x, p: torch.where(column(members, p) > 0, p + x / column(by, p), p), moved, theta)
 
     def _next_temperature(self, sums: Sums) -> float:
         if not self.soft:
