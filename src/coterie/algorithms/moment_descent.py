@@ -32,7 +32,7 @@ from coterie.task import Data, Task
 from coterie.tree import Outer, Params, flat, unflat
 
 ENOUGH = 18  # times k²d: the pairs of rows from which on an iteration has been found reliable
-COLLINEAR = 1e-6  # the part of the largest eigenvalue of the features' second moment that the smallest must have
+COLLINEAR = 1e-5  # the smallest eigenvalue that the correlations of the features must have
 _H, _S, _Q, _START, _NOISE, _ROWS = range(6)  # streams under the key
 
 
@@ -50,7 +50,7 @@ class _Population(NamedTuple):
 
     anchors: Tensor  # positions of H
     others: list[Tensor]  # positions of S_t for every t
-    white: Tensor  # the inverse root of the second moment of φ (d, d)
+    white: Tensor  # W, such that Wφ has the identity as its second moment (d, d)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class MomentDescent(Start):
             now = cohort.fold(t)
             others = now.only(people.others[t])  # line 7: S_t
             subspace = own._subspace(theta, k, others, people.white, key.fold(_Q, t))  # lines 8 and 9
-            sent = {"theta": theta, "U": people.white @ subspace}  # line 10
+            sent = {"theta": theta, "U": people.white.T @ subspace}  # line 10
             sent = {name: x.to(cohort.device, dtype) for name, x in sent.items()}
             reply = now.only(people.anchors).gather(own.descend, sent, rows=torch.arange(h))  # lines 11 to 15
             theta = reply.update
@@ -250,14 +250,14 @@ class MomentDescent(Start):
             return (sums.update[0] / sums.weight[0]).cpu().double()
 
         if self.subspace == "pooled":
-            y = white @ mean(self.pool, {}).reshape(h, d, d) @ white
+            y = white @ mean(self.pool, {}).reshape(h, d, d) @ white.T
             values, vectors = torch.linalg.eigh((y + y.mT) / 2)
             top = values.abs().argsort(-1, descending=True)[:, None, :k]
             return vectors.gather(2, top.expand(-1, d, -1))
         q = torch.linalg.qr(torch.randn(h, d, k, dtype=torch.float64, generator=key.generator()))[0]
         for _ in range(self.orthogonal):
             for step in (self.forth, self.back) if self.subspace == "printed" else (self.apply,):
-                q = white @ mean(step, {"Q": (white @ q).to(like)}).reshape(d, h, k).movedim(1, 0)
+                q = white @ mean(step, {"Q": (white.T @ q).to(like)}).reshape(d, h, k).movedim(1, 0)
             q = torch.linalg.qr(q)[0]
         return q
 
@@ -334,14 +334,15 @@ class MomentDescent(Start):
         return parts * self.rounds if self.reuse else parts
 
     def _whitening(self, task: Task, cohort: Cohort) -> Tensor:
-        """The inverse root of the second moment of the features (d, d)."""
+        """The inverse root of the correlations of the features, over their scales (d, d)."""
         sums = cohort.combine(self.second_moment, ())
         rows = int(sums.note["rows"].sum())
         moment = sums.update[0].cpu().double() / rows
-        values, vectors = torch.linalg.eigh(moment)
-        if float(values[0]) <= COLLINEAR * float(values[-1]):
+        scale = moment.diagonal().sqrt()
+        values, vectors = torch.linalg.eigh(moment / (scale[:, None] * scale).clamp(min=1e-300))
+        if float(values[0]) <= COLLINEAR:
             raise ValueError(f"MomentDescent: {_degenerate(vectors[:, 0], rows, len(cohort))}")
-        return (vectors / values.sqrt()) @ vectors.T
+        return (vectors / values.sqrt()) @ vectors.T / scale
 
 
 def lloyd(points: Tensor, k: int) -> Tensor:

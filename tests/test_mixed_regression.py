@@ -1,0 +1,349 @@
+"""Federated moment descent and FedX: against numpy, against Lemma 1, and end to end."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import coterie as ct
+from coterie.algorithms.fedx import proximal
+from coterie.algorithms.moment_descent import lloyd
+from coterie.client import Local
+from coterie.executors import EXECUTORS
+from coterie.federation import Federation, Packed
+from coterie.key import Key
+from coterie.task import Data
+from coterie.tree import flat, stack
+
+every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+
+
+def cohort_of(federation, task, executor="vectorised", seed=0):
+    return EXECUTORS[executor](federation, task, Key.of(seed).fold(1), torch.device("cpu"))
+
+
+def distance(models, truth):
+    """Equation (6), for models that may have a bias."""
+    found = flat(stack(models)) if isinstance(models, list) else flat(models)
+    truth = torch.nn.functional.pad(truth, (0, found.shape[1] - truth.shape[1]))
+    apart, k = torch.cdist(truth, found), len(truth)
+    return min(max(float(apart[j, p[j]]) for j in range(k)) for p in itertools.permutations(range(k)))
+
+
+def separation(truth):
+    return float(torch.pdist(truth).min())
+
+
+def linear(d, bias=False):
+    return ct.Task.regressor(ct.models.Linear(d, 1, bias=bias))
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    """Sixty clients of two rows and three anchors, in double precision; the third singular value is well below."""
+    settings = {"k": 2, "d": 4, "sigma": 0.01, "anchors": 3, "anchor_rows": 12, "pairs": 60, "rest": 0}
+    made = ct.data.mixed_regression(seed=20, **settings).train
+    return Federation(Packed(made.x.double(), made.y.double(), made.offsets))
+
+
+def moment(federation, anchors, printed):
+    """Y of Phase 1 at θ = 0, after whitening, by a loop."""
+    others = [i for i in range(len(federation)) if i not in set(anchors)]
+    clients = [[v.numpy() for v in federation.train.client(i)] for i in others]
+    rows = np.concatenate([federation.train.client(i)[0].numpy() for i in range(len(federation))])
+    second = rows.T @ rows / len(rows)
+    scale = np.sqrt(np.diag(second))
+    values, vectors = np.linalg.eigh(second / np.outer(scale, scale))
+    white = vectors / np.sqrt(values) @ vectors.T / scale
+    total = sum(np.outer(y[0] * x[0], y[1] * x[1]) for x, y in clients) / len(clients)
+    return white @ (total if printed else (total + total.T) / 2) @ white.T
+
+
+@every_executor
+@pytest.mark.parametrize("subspace", ["printed", "symmetric", "pooled"])
+def test_orthogonal_iteration_finds_the_singular_vectors(executor, subspace, doubles, monkeypatch):
+    phase1 = ct.MomentDescent(anchors=3, ell=4, rounds=1, reuse=True, subspace=subspace, orthogonal=20)
+    cohort = cohort_of(doubles, linear(4), executor).at(0)
+    asked = []
+    monkeypatch.setattr(type(cohort), "gather", _noting(type(cohort).gather, asked))
+    found = next(iter(phase1.descent(2, cohort.task, cohort, Key.of(0))))
+    assert asked == ["MomentDescent.descend"]  # only anchors answer for themselves; of the others, sums
+    left = np.linalg.svd(moment(doubles, found.at.tolist(), subspace == "printed"))[0][:, :2]
+    for own in found.subspace.numpy():
+        missed = left - own @ (own.T @ left)
+        assert np.linalg.norm(missed, 2) < 1e-10
+
+
+def _noting(gather, names):
+    def noted(self, step, shared, **more):
+        names.append(step.__qualname__)
+        return gather(self, step, shared, **more)
+
+    return noted
+
+
+def test_all_pairs_of_rows_are_used():
+    federation = ct.data.mixed_regression(k=2, d=3, seed=0, anchors=0, pairs=0, rest=3, rest_rows=(4,))
+    task, theta = linear(3), torch.tensor([[0.5, -1.0, 0.2], [0.0, 0.3, 0.0]])
+    step = ct.MomentDescent()
+    sums = cohort_of(federation, task).combine(step.pool, {"theta": theta})
+    expected, weight = torch.zeros(2, 3, 3), 0
+    for i in range(3):
+        x, y = federation.train.client(i)
+        for h, (r, s) in itertools.product(range(2), itertools.permutations(range(4), 2)):
+            e = [(y[j] - x[j] @ theta[h]) * x[j] for j in (r, s)]
+            expected[h] += 3 * torch.outer(*e) / 12  # a client of four rows counts three times a client of two
+        weight += 3
+    assert float(sums.weight[0]) == weight
+    assert torch.allclose(sums.update[0].reshape(2, 3, 3), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_both_phases_come_close_to_least_squares(bias):
+    federation = ct.data.mixed_regression(k=3, d=10, seed=0)
+    truth = ct.data.regression_truth(3, 10)
+    run = ct.fit(ct.MixedRegression(k=3), linear(10, bias), federation, rounds=50, evaluations=1)
+    of = federation.groups.repeat_interleave(federation.train.sizes)
+    oracle = [torch.linalg.lstsq(federation.train.x[of == j], federation.train.y[of == j]).solution for j in range(3)]
+    assert distance(run.models, truth) < 0.02 * separation(truth)
+    assert distance(run.models, truth) < 1.5 * max(float((o - t).norm()) for o, t in zip(oracle, truth, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"subspace": "printed"},
+        {"subspace": "symmetric"},
+        {"radius": 1.0},
+        {"noise": 0.2},
+        {"reuse": True, "ell": 12},
+        {"merge": "distance", "delta": 1.0, "ell": 19, "rounds": 6},
+        {"power": 1},
+    ],
+    ids=str,
+)
+def test_phase_1_comes_within_half_the_separation(settings):
+    federation = ct.data.mixed_regression(k=2, d=8, seed=2, rest=0)
+    truth = ct.data.regression_truth(2, 8, seed=2)
+    cohort = cohort_of(federation, linear(8)).at(0)
+    models = ct.MomentDescent(**settings)(2, 0.1, cohort.task, cohort, Key.of(4))
+    assert distance(models, truth) < 0.5 * separation(truth)
+
+
+def test_noise_hides_the_anchors_models(monkeypatch):
+    federation = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=5, anchor_rows=60, pairs=60, rest=0)
+    cohort, sent = cohort_of(federation, linear(4)).at(0), []
+    combine = type(cohort).combine
+
+    def noted(self, step, shared, **more):
+        sent.append(shared)
+        return combine(self, step, shared, **more)
+
+    monkeypatch.setattr(type(cohort), "combine", noted)
+    list(ct.MomentDescent(noise=0.5, reuse=True, rounds=1, ell=8).descent(2, cohort.task, cohort, Key.of(0)))
+    copies = sent[-1]
+    assert copies["theta"].shape[0] == len(federation) - 5  # each client is sent its own
+    both = torch.cat([copies["theta"], copies["theta~"]])  # around θ_0 = 0
+    assert both.flatten(1).unique(dim=0).shape[0] == len(both)
+    assert abs(float(both.std()) - 0.5) < 0.05
+
+
+def test_features_of_any_scale_and_any_map():
+    made = ct.data.mixed_regression(k=2, d=5, seed=1)
+    scaled = made.map(lambda i, x, y: (x * torch.tensor([100.0, 0.01, 1.0, 3.0, 10.0]), y))
+    tasks = {
+        "identity": (linear(5), made),
+        "scaled": (linear(5), scaled),
+        "function": (ct.Task.regressor(ct.models.Linear(5, 1, phi=lambda x: x.flip(1))), made),
+        "polynomial": (ct.Task.regressor(ct.models.Polynomial(5, degree=1)), made),
+    }
+    for name, (task, federation) in tasks.items():
+        start = ct.MomentDescent(rounds=4)
+        run = ct.fit(ct.IFCA(k=2, init=start, lr=1e-9, tau=1), task, federation, rounds=1, evaluations=1)
+        assert run.ari > 0.5, name
+
+
+def test_a_polynomial_is_learnt():
+    g = torch.Generator().manual_seed(0)
+    truth = torch.tensor([[1.0, -1.0, 0.0, 2.0, 0.0, 0.5], [-1.0, 1.0, 1.0, 0.0, 0.0, -0.5]])
+    clients = []
+    for i in range(3000):
+        x = torch.randn(200 if i < 20 else 2, 2, generator=g)
+        a, b = x.T
+        phi = torch.stack([a, b, a * a, a * b, b * b, torch.ones(len(x))], 1)
+        clients.append((x, phi @ truth[i % 2] + 0.1 * torch.randn(len(x), generator=g)))
+    federation = Federation.from_clients(clients, groups=[i % 2 for i in range(3000)])
+    task = ct.Task.regressor(ct.models.Polynomial(2, degree=2))
+    run = ct.fit(
+        ct.MixedRegression(k=2, init=ct.MomentDescent(reuse=True)), task, federation, rounds=150, evaluations=1
+    )
+    assert run.ari > 0.8
+    assert distance(run.models, truth) < 0.3
+
+
+def test_fedprox_solves_its_local_problem():
+    g = torch.Generator().manual_seed(0)
+    for n in (3, 9):
+        phi, y, theta = torch.randn(n, 5, generator=g), torch.randn(n, generator=g), torch.randn(5, generator=g)
+        end = (theta - proximal(phi, phi @ theta - y, torch.tensor(0.7 / n))).requires_grad_()
+        local = (y - phi @ end).square().sum() / (2 * n) + (end - theta).square().sum() / (2 * 0.7)
+        assert torch.autograd.grad(local, end)[0].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("refine", ["fedavg", "fedprox"])
+def test_a_round_is_that_of_lemma_1(refine, regression):
+    _, federation = regression
+    task, theta = (
+        linear(4),
+        [{"weight": t[None]} for t in torch.randn(3, 4, generator=torch.Generator().manual_seed(1))],
+    )
+    eta, s, n_all = 0.02, 4, len(federation.train.x)
+    algorithm = ct.FedX(k=3, lr=eta / 2, tau=s, refine=refine, normalise="all", init=theta)
+    cohort = cohort_of(federation, task)
+    state = algorithm.start(task, cohort.at(0), Key.of(0))
+    after, _ = algorithm.round(state, cohort.at(0))
+    for j in range(3):
+        expected = theta[j]["weight"][0].clone()
+        for i in (after.labels == j).nonzero().flatten().tolist():
+            x, y = federation.train.client(i)
+            gram = x @ x.T / len(x)
+            if refine == "fedavg":
+                p = sum(torch.linalg.matrix_power(torch.eye(len(x)) - eta * gram, q) for q in range(s))
+            else:
+                p = torch.linalg.inv(torch.eye(len(x)) + eta * gram)
+            expected -= eta * x.T @ p @ (x @ theta[j]["weight"][0] - y) / n_all  # eq. (11)
+        assert torch.allclose(after.theta["weight"][j, 0], expected, atol=1e-5)
+
+
+def test_soft_labels_that_are_sure_are_hard_ones(regression):
+    task, federation = regression
+    cohort = cohort_of(federation, task)
+    runs = []
+    for settings in ({}, {"soft": True, "temperature": 1e-9}):
+        algorithm = ct.FedX(k=3, init="random", **settings)
+        state = algorithm.start(task, cohort.at(0), Key.of(0))
+        for t in range(3):
+            state, _ = algorithm.round(state, cohort.at(t))
+        runs.append(state)
+    assert torch.equal(runs[0].labels, runs[1].labels)
+    assert torch.allclose(flat(runs[0].theta), flat(runs[1].theta), atol=1e-5)
+
+
+def test_soft_labels_estimate_the_noise():
+    federation = ct.data.mixed_regression(k=2, d=5, sigma=0.3, seed=0)
+    run = ct.fit(ct.MixedRegression(k=2, soft=True), linear(5), federation, rounds=40, evaluations=1)
+    assert abs((run.state.temperature / 2) ** 0.5 - 0.3) < 0.02
+    assert distance(run.models, ct.data.regression_truth(2, 5)) < 0.05
+
+
+def test_step_size_is_below_the_limit(regression):
+    task, federation = regression
+    algorithm = ct.FedX(k=3, init="random")
+    lr = algorithm.start(task, cohort_of(federation, task).at(0), Key.of(0)).lr
+    rows = [torch.nn.functional.pad(federation.train.client(i)[0], (0, 1), value=1) for i in range(len(federation))]
+    worst = max(float(torch.linalg.matrix_norm(x, 2)) ** 2 / len(x) for x in rows)
+    assert lr == pytest.approx(0.9 / worst / 2, rel=1e-4)
+
+
+def test_lloyd_finds_well_separated_centres():
+    g = torch.Generator().manual_seed(0)
+    centres = 10 * torch.randn(4, 3, generator=g)
+    points = (centres.repeat(5, 1) + 0.1 * torch.randn(20, 3, generator=g)).double()
+    apart = torch.cdist(lloyd(points, 4), centres.double())
+    assert apart.amin(0).max() < 0.3 and sorted(apart.argmin(1).tolist()) == [0, 1, 2, 3]
+
+
+def fails(federation, message, task=None, **settings):
+    task = task or linear(4)
+    cohort = cohort_of(federation, task).at(0)
+    with pytest.raises(ValueError, match=message):
+        list(ct.MomentDescent(**settings).descent(2, task, cohort, Key.of(0)))
+
+
+def test_bad_input_is_named():
+    few = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=3, anchor_rows=30, pairs=50, rest=0)
+    fails(few, r"an anchor client needs 144 rows .* but 0 of 53 clients have so many \(the largest has 30\)")
+    fails(few, "an anchor client needs 40 rows .* a smaller ell", ell=20, reuse=True)
+    fails(few, r"6 iterations need about 1728 clients .* 288 each, but there are 50; reuse=True", ell=2)
+    fails(few, "6 iterations need about 60 clients .* 10 each, but there are 50", ell=2, clients=10)
+    fails(few, "merge='distance' needs delta", merge="distance")
+    single = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=3, anchor_rows=30, pairs=0, rest=5, rest_rows=(1,))
+    fails(single, "no client besides the anchors has two rows", ell=2, reuse=True)
+
+
+def test_printed_merging_says_how_many_groups_it_found():
+    with pytest.raises(ValueError, match="form 3 groups, but k is 2; merge='lloyd' needs no delta"):
+        ct.MomentDescent(merge="distance", delta=1.0).centres(torch.tensor([[0.0], [0.1], [5.0], [9.0]]), 2)
+
+
+def test_degenerate_features_are_named():
+    made = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=3, anchor_rows=30, pairs=50, rest=0)
+    short = {"ell": 2, "reuse": True}
+    constant = made.map(lambda i, x, y: (torch.cat([x[:, :3], torch.ones(len(x), 1)], 1), y))
+    fails(constant, "features 3, 4 are collinear over 190 rows of 53 clients", linear(4, bias=True), **short)
+    copied = made.map(lambda i, x, y: (torch.cat([x[:, :3], 2 * x[:, :1]], 1), y))
+    fails(copied, "features 0, 3 are collinear", **short)
+    nothing = made.map(lambda i, x, y: (x * torch.tensor([1.0, 0.0, 1.0, 1.0]), y))
+    fails(nothing, "feature 1 is zero", **short)
+
+
+def test_only_regressions_that_are_linear_in_their_parameters(task, ragged):
+    fails(ragged, "must be a regression with one output .* its score is accuracy", task)
+    made = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=3, anchor_rows=30, pairs=50, rest=0)
+    fails(made, "not linear in them", ct.Task.regressor(ct.models.MLP(4, 3, 1)))
+    with pytest.raises(ValueError, match="FedX: where no lr is given: the task must be"):
+        ct.fit(ct.FedX(k=2), task, ragged, rounds=1)
+    with pytest.raises(ValueError, match="MixedRegression: k must be at most the number of clients, 53, got 60"):
+        ct.fit(ct.MixedRegression(k=60), linear(4), made, rounds=1)
+
+
+def test_a_target_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="client 1: 1 of its 2 train rows have a value of y that is NaN"):
+        Federation.from_clients([(torch.ones(2, 3), torch.ones(2)), (torch.ones(2, 3), torch.tensor([1.0, torch.nan]))])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"sigma": -1.0}, "sigma must be at least 0"),
+        ({"p": (0.5,)}, "p must be 3 numbers above 0"),
+        ({"spread": (2.0, 1.0)}, "spread must be"),
+        ({"tail": 0.0}, "tail must be above 0"),
+        ({"rest_rows": (0,)}, "rest_rows must be"),
+    ],
+)
+def test_bad_data_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ct.data.mixed_regression(**settings)
+
+
+def test_the_data_are_what_they_say():
+    settings = {"k": 2, "d": 6, "seed": 5, "sigma": 0.5, "anchors": 30, "pairs": 4000, "rest": 500}
+    made = ct.data.mixed_regression(**settings, p=(0.8, 0.2), spread=(0.5, 3.0), tail=1.0)
+    assert abs(float((made.groups == 0).float().mean()) - 0.8) < 0.03
+    sizes = made.train.sizes
+    assert int(sizes.min()) == 1 and int(sizes.max()) == 240 and bool((sizes.diff() <= 0).all())
+    of, truth = made.groups.repeat_interleave(sizes), ct.data.regression_truth(2, 6, seed=5)
+    off = made.train.y - (made.train.x * truth[of]).sum(1)
+    assert abs(float(off.std()) - 0.5) < 0.02
+    for j in range(2):
+        values = torch.linalg.eigvalsh(torch.cov(made.train.x[of == j].T))
+        assert float(values[0]) > 0.4 and float(values[-1]) < 3.4 and float(values[-1] - values[0]) > 0.5
+
+
+def test_ifca_may_start_from_moment_descent():
+    federation = ct.data.mixed_regression(k=2, d=5, seed=0)
+    run = ct.fit(ct.IFCA(k=2, init="moment_descent", lr=0.02), linear(5), federation, rounds=5, evaluations=1)
+    assert run.ari > 0.8
+
+
+def test_rows_of_padding_change_nothing():
+    """A step sees the same with padding as without."""
+    x, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, -1.0, 2.0])
+    padded = Data(torch.cat([x, x[-1:]]), torch.cat([y, y[-1:]]), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    plain, theta = Data(x, y, torch.ones(3)), torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    step = ct.MomentDescent().pool(linear(4)).run
+    one, two = (step({"theta": theta}, Local(d, (), ())) for d in (plain, padded))
+    assert torch.allclose(one.update.product(), two.update.product(), atol=1e-5) and one.weight == two.weight
