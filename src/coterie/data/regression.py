@@ -24,8 +24,8 @@ def mixed_regression(
     seed: int = 0,
     *,
     radius: float = 1.0,
-    anchors: int = 40,
-    anchor_rows: int = 240,
+    anchors: int | None = None,
+    anchor_rows: int | None = None,
     pairs: int | None = None,
     rest: int = 3000,
     rest_rows: tuple[int, ...] = (2, 2, 2, 5, 5, 20),
@@ -44,8 +44,8 @@ def mixed_regression(
         sigma: Standard deviation σ of the noise.
         seed: Of everything.
         radius: R = ‖θ*_j‖.
-        anchors: Clients with many rows.
-        anchor_rows: How many.
+        anchors: Clients with many rows; None takes 10k.
+        anchor_rows: How many; None takes 80k.
         pairs: Clients with two rows; None takes 108·k²·d, which lasts for six iterations of moment descent.
         rest: Other clients.
         rest_rows: Their numbers of rows, each equally likely.
@@ -57,12 +57,12 @@ def mixed_regression(
     Example:
         >>> federation = mixed_regression(k=2, d=5, pairs=100, rest=0, anchors=3)
         >>> len(federation), federation.train.sizes[:4].tolist()
-        (103, [240, 240, 240, 2])
+        (103, [160, 160, 160, 2])
     """
     _check(k, d, sigma, rest_rows, tail, p, spread)
     key = Key.of(seed)
     sizes = torch.cat([
-        torch.full((anchors,), anchor_rows),
+        torch.full((10 * k if anchors is None else anchors,), 80 * k if anchor_rows is None else anchor_rows),
         torch.full((108 * k**2 * d if pairs is None else pairs,), 2),
         _rest_sizes(rest, rest_rows, tail, key.fold(_SIZES)),
     ]).sort(descending=True).values  # fmt: skip
