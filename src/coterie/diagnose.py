@@ -11,6 +11,7 @@ models, those of the greatest likelihood are found by expectation and maximisati
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,7 @@ TOLERATED = 0.2  # the share of mislabelled clients up to which labels are worth
 DISAGREE = 0.05  # the share of clients whose label under the likeliest models is another from which on this is told
 STEPS, SETTLED = 200, 1e-4  # of expectation and maximisation at most; the change of all models at which to stop
 NARROW = 1e-6  # the part of a second moment's largest eigenvalue below which a direction counts as not seen
+WIDTH = 112  # of the verdict, about that of the table
 LEAST = 1e-30  # a variance, where a model fits without any residual
 
 
@@ -69,7 +71,7 @@ class Diagnosis:
         rows = [(f.name, f"{f.value:.4g}", f.formula, f.where) for f in self.figures]
         name, value, formula, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = [f"{a:<{name}}  {b:>{value}}  {c:<{formula}}  {d}" for a, b, c, d in rows]
-        return "\n".join([*lines, "", self.verdict])
+        return "\n".join([*lines, "", textwrap.fill(self.verdict, WIDTH)])
 
 
 class Mixture(NamedTuple):
@@ -123,7 +125,7 @@ class Observer:
 
 
 class _Facts(NamedTuple):
-    """All that the figures and the verdict are made of; K clusters of k have clients."""
+    """All that the figures and the verdict are made of."""
 
     sizes: Tensor  # n_i (M,)
     labels: Tensor  # ẑ_i under the likeliest models (M,)
@@ -133,7 +135,7 @@ class _Facts(NamedTuple):
     seen: (
         Tensor  # the root mean square over all rows of ⟨φ(x), θ_j - θ_j'⟩ (k, k); infinite where there is no such pair
     )
-    gain: float  # in log-likelihood over one model for all, less what as many parameters would gain from noise (BIC)
+    evidence: float  # for k models rather than one
     disagree: float  # the share of clients that choose another cluster under the models of the run
     curvature: float  # max ‖φ(x_i)‖²/n_i
 
@@ -213,7 +215,7 @@ def _facts(cohort: Cohort, run: Run) -> _Facts:
         theta=mixture.theta,
         sigma=math.sqrt(float(mixture.variance) * rows / (rows - fitted * d)),
         seen=_seen(mixture, sums["moment"].sum(0) / rows),
-        gain=float(sums["likelihood"]) - _of_one(cohort, sums) - (fitted - 1) * (d + 1) / 2 * math.log(rows),
+        evidence=float(sums["likelihood"]) - _of_one(cohort, sums) - (fitted - 1) * (d + 1) / 2 * math.log(rows),
         disagree=float((before.slot != after.slot).double().mean()),
         curvature=float(cohort.gather(FedX(k).curvature, ()).note["curvature"].max()),
     )
@@ -280,6 +282,7 @@ def _of_data(facts: _Facts) -> Iterator[Figure]:
     formula = "mean of p_i = 1 - Π_{j≠ẑ_i} Φ(‖φ(x_i)(θ_ẑ_i - θ_j)‖ / 2σ)"
     yield Figure("mislabelled clients", float(facts.wrong.mean()), formula, "from (8), Gaussian noise")
     yield Figure("mislabelled rows", float(by_row @ facts.wrong), "Σ_i n_i p_i / N", "first term of (10), with p_i")
+    yield Figure("evidence", facts.evidence, "log L_k - log L_1 - (k - 1)(d + 1)/2 · log N", "BIC; not in the paper")
 
 
 def _of_theorem(facts: _Facts, run: Run) -> Iterator[Figure]:
@@ -328,8 +331,11 @@ def _faults(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
     if value["mislabelled clients"] > TOLERATED:
         j, other = divmod(int(facts.seen.argmin()), len(facts.seen))
         yield f"over {TOLERATED:.0%} of the clients would be mislabelled, and models {j} and {other} are the closest"
-    if facts.gain <= 0:
-        yield "the rows are no less likely under one model for all, once its fewer parameters are allowed for"
+    if value["evidence"] <= 0:
+        yield (
+            "one model for all explains them as well, allowing for its fewer parameters, so that what sets the "
+            "groups apart may be noise, and more clients will be mislabelled than the figures say"
+        )
 
 
 def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
@@ -339,8 +345,8 @@ def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
     if bool(torch.isfinite(facts.seen).any()):
         bands = ", ".join(f"{p:.0%} with {_range(*n)}" for n, p in _by_rows(facts).items())
         yield (
-            f"With Δ/σ = {value['Δ/σ']:.2g} about {value['mislabelled clients']:.0%} will be mislabelled ({bands}); on an "
-            f"average row the two closest models differ by {float(facts.seen.min()) / facts.sigma:.2g} σ."
+            f"With Δ/σ = {value['Δ/σ']:.2g} about {value['mislabelled clients']:.0%} will be mislabelled ({bands}); "
+            f"on an average row the two closest models differ by {float(facts.seen.min()) / facts.sigma:.2g} σ."
         )
     yield f"The smallest cluster has {facts.rows.min():.0f} rows for {d} parameters."
     if value["ν"] > 1:
@@ -350,8 +356,8 @@ def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
         yield f"Theorem 2's condition ν log(e/ν) ≲ ρ/κ {holds}, with all constants set to 1."
     if facts.disagree > DISAGREE:
         yield (
-            f"{facts.disagree:.0%} of the clients choose another cluster under the likeliest models than under the run's, "
-            "from which these were reached: more rounds, soft labels or another start may help the run."
+            f"{facts.disagree:.0%} of the clients choose another cluster under the likeliest models than under the "
+            "run's: more rounds, soft labels or another start may help the run."
         )
 
 
