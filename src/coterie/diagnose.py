@@ -118,8 +118,13 @@ class Observer:
             apart = (phi @ (mixture.theta - take(mixture.theta, label)).T).norm(dim=0)
             others = chosen & (torch.arange(len(chosen), device=label.device) != label)
             looks_better = torch.special.ndtr(-apart / (2 * mixture.variance.sqrt()))
-            wrong = (1 - (1 - looks_better * others).prod()).clamp(max=1 - 1 / chosen.sum())
-            return Reply((), torch.ones(()), label, {"wrong": wrong, "squares": take(squares, label)})
+            wrong = -(-looks_better * others).log1p().sum().expm1()  # 1 - Π (1 - p)
+            return Reply(
+                (),
+                torch.ones(()),
+                label,
+                {"wrong": wrong.clamp(max=1 - 1 / chosen.sum()), "squares": take(squares, label)},
+            )
 
         return ClientStep(run)
 
@@ -207,13 +212,15 @@ def _facts(cohort: Cohort, run: Run) -> _Facts:
     before = _looked(cohort, Mixture(theta, torch.ones(k), torch.ones(())))
     share = before.slot.bincount(minlength=k).double() / len(cohort)
     mixture, sums = _likeliest(cohort, Mixture(theta, share, before.note["squares"].double().sum() / rows))
-    after, fitted = _looked(cohort, mixture), int((share > 0).sum())
+    fitted = int((share > 0).sum())
+    variance = mixture.variance * rows / (rows - fitted * d)
+    after = _looked(cohort, mixture._replace(variance=variance))
     return _Facts(
         sizes=cohort.sizes.double(),
         labels=after.slot,
         wrong=after.note["wrong"].double(),
         theta=mixture.theta,
-        sigma=math.sqrt(float(mixture.variance) * rows / (rows - fitted * d)),
+        sigma=math.sqrt(float(variance)),
         seen=_seen(mixture, sums["moment"].sum(0) / rows),
         evidence=float(sums["likelihood"]) - _of_one(cohort, sums) - (fitted - 1) * (d + 1) / 2 * math.log(rows),
         disagree=float((before.slot != after.slot).double().mean()),
