@@ -119,12 +119,8 @@ class Observer:
             others = chosen & (torch.arange(len(chosen), device=label.device) != label)
             looks_better = torch.special.ndtr(-apart / (2 * mixture.variance.sqrt()))
             wrong = -(-looks_better * others).log1p().sum().expm1()  # 1 - Π (1 - p)
-            return Reply(
-                (),
-                torch.ones(()),
-                label,
-                {"wrong": wrong.clamp(max=1 - 1 / chosen.sum()), "squares": take(squares, label)},
-            )
+            note = {"wrong": wrong.clamp(max=1 - 1 / chosen.sum()), "squares": take(squares, label)}
+            return Reply((), torch.ones(()), label, note)
 
         return ClientStep(run)
 
@@ -137,12 +133,10 @@ class _Facts(NamedTuple):
     wrong: Tensor  # the probability that this label is wrong (M,)
     theta: Tensor  # the likeliest models (k, d)
     sigma: float
-    seen: (
-        Tensor  # the root mean square over all rows of ⟨φ(x), θ_j - θ_j'⟩ (k, k); infinite where there is no such pair
-    )
+    seen: Tensor  # the root mean square over all rows of ⟨φ(x), θ_j - θ_j'⟩ (k, k); infinite where it is no pair
     evidence: float  # for k models rather than one
     disagree: float  # the share of clients that choose another cluster under the models of the run
-    curvature: float  # max ‖φ(x_i)‖²/n_i
+    curvature: float  # max ‖φ(x_i)‖²/n_i; asked for only where it is needed
 
     @property
     def members(self) -> Tensor:
@@ -224,8 +218,12 @@ def _facts(cohort: Cohort, run: Run) -> _Facts:
         seen=_seen(mixture, sums["moment"].sum(0) / rows),
         evidence=float(sums["likelihood"]) - _of_one(cohort, sums) - (fitted - 1) * (d + 1) / 2 * math.log(rows),
         disagree=float((before.slot != after.slot).double().mean()),
-        curvature=float(cohort.gather(FedX(k).curvature, ()).note["curvature"].max()),
+        curvature=_curvature(cohort, run.algorithm) if isinstance(run.algorithm, FedX) else math.nan,
     )
+
+
+def _curvature(cohort: Cohort, algorithm: FedX) -> float:
+    return float(cohort.gather(algorithm.curvature, ()).note["curvature"].max())
 
 
 def _looked(cohort: Cohort, mixture: Mixture) -> Reply:
