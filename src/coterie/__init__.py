@@ -14,6 +14,7 @@ from coterie.algorithms import (
     Random,
     RandomGroups,
 )
+from coterie.diagnose import Diagnosis, diagnose
 from coterie.evaluate import Scores
 from coterie.federation import Federation
 from coterie.run import Diverged, Run, fit
@@ -22,6 +23,7 @@ from coterie.task import Task
 __version__ = "0.1.0"
 
 __all__ = [
-    "CFL", "IFCA", "Balanced", "Diverged", "FarthestFirst", "FedAvg", "FedX", "Federation", "LocalOnly",
-    "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run", "Scores", "Task", "data", "fit", "models",
+    "CFL", "IFCA", "Balanced", "Diagnosis", "Diverged", "FarthestFirst", "FedAvg", "FedX", "Federation", "LocalOnly",
+    "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run", "Scores", "Task", "data",
+    "diagnose", "fit", "models",
 ]  # fmt: skip

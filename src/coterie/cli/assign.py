@@ -11,34 +11,42 @@ from typing import Any
 import numpy as np
 
 from coterie import snapshot
+from coterie.algorithms.base import Algorithm
 from coterie.config import build_algorithm, build_task
 from coterie.federation import Federation
 from coterie.record import read_checkpoint, read_config, read_result
 from coterie.run import assign
+from coterie.task import Task
 
 log = logging.getLogger("coterie")
 
 
 def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     """The cluster of every client in a file: a dict of client, rows, cluster."""
+    algorithm, task, state = restored(run)
+    kind = read_config(run)["task"]["kind"]
+    clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
+    clients.check(task)
+    found = []
+    for i, name in enumerate(clients.ids or ()):
+        x, y = clients.train.client(i)
+        found.append({"client": name, "rows": len(x), "cluster": assign(algorithm, state, task, x, y)})
+    return found
+
+
+def restored(run: Path) -> tuple[Algorithm, Task, Any]:
+    """The algorithm, the task and the last state of a finished run."""
     read_result(run)  # says so if the run is not finished
     config = read_config(run)
     if "model" not in config["task"] or config["algorithm"].get("init") == "given":
-        raise ValueError(f"{run} was trained from Python on a model of its own; use run.assign(x, y) there")
+        raise ValueError(f"{run} was trained from Python on a model of its own; use the run that fit() returned there")
     algorithm, task = build_algorithm(config["algorithm"]), build_task(config["task"])
     content, damaged = read_checkpoint(run, snapshot.named_tuples(type(algorithm)))
     if content is None:
         raise ValueError(f"{run} has no checkpoint that can be read")
     for file in damaged:
         log.warning("%s is damaged; using the checkpoint before it", file.name)
-    kind = config["task"]["kind"]
-    clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
-    clients.check(task)
-    found = []
-    for i, name in enumerate(clients.ids or ()):
-        x, y = clients.train.client(i)
-        found.append({"client": name, "rows": len(x), "cluster": assign(algorithm, content["state"], task, x, y)})
-    return found
+    return algorithm, task, content["state"]
 
 
 def read_clients(path: Path, *, labels: bool, words: bool = False) -> Federation:

@@ -108,6 +108,18 @@ def assign(
 
 
 @app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="A finished run folder.")], device: Device = "auto", as_json: Json = False
+) -> None:
+    """Whether the data can support the groups of a run, for regressions that are linear in their parameters."""
+    from coterie.cli.diagnose import diagnose_folder
+
+    found = diagnose_folder(run, device)
+    told = {"supported": found.supported, "verdict": found.verdict, "figures": [f._asdict() for f in found.figures]}
+    display.emit(told, as_json, lambda: display.text(str(found)))
+
+
+@app.command()
 def reproduce(
     name: Annotated[str, typer.Argument(help="An experiment: see `coterie list`.")],
     quick: Annotated[bool, typer.Option("--quick", help="A small version that shows that it runs.")] = False,

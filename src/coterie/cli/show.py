@@ -112,6 +112,11 @@ def assigned(found: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def text(content: str) -> None:
+    """Text as it is."""
+    console.print(content, highlight=False, markup=False, soft_wrap=True)
+
+
 def experiment(result: dict[str, Any]) -> None:
     """An experiment's rows beside the paper's."""
     console.print(f"[bold]{result['name']}[/bold]  {result['title']}")
