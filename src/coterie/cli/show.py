@@ -55,9 +55,10 @@ def show(path: Path) -> None:
     history = read_history(path)
     metric = result["metric"]
     rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
-    step = max(1, len(history) // 8)
-    for row in sorted({*range(step - 1, len(history), step), len(history) - 1}):
-        r = history[row]
+    scored = [r for r in history if r.get(metric) is not None]
+    told = scored if len(scored) >= 8 else history
+    step = max(1, len(told) // 8)
+    for r in told[step - 1 :: step] + ([] if len(told) % step == 0 else told[-1:]):
         score = "" if r.get(metric) is None else f"{r[metric]:.4f}"
         listed = r["members"] or []
         members = ", ".join(str(n) for n in listed[:8]) + (" …" if len(listed) > 8 else "")
