@@ -4,6 +4,8 @@ from coterie import data, models
 from coterie.algorithms import (
     CFL,
     IFCA,
+    KFED,
+    UIFCA,
     Balanced,
     FarthestFirst,
     FedAvg,
@@ -23,7 +25,7 @@ from coterie.task import Task
 __version__ = "0.1.0"
 
 __all__ = [
-    "CFL", "IFCA", "Balanced", "Diagnosis", "Diverged", "FarthestFirst", "FedAvg", "FedX", "Federation", "LocalOnly",
+    "CFL", "IFCA", "KFED", "UIFCA", "Balanced", "Diagnosis", "Diverged", "FarthestFirst", "FedAvg", "FedX", "Federation", "LocalOnly",
     "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run", "Scores", "Task", "data",
     "diagnose", "fit", "models",
 ]  # fmt: skip

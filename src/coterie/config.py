@@ -17,7 +17,12 @@ from coterie.settings import check_type, nearest_name, to_plain, validate
 from coterie.task import Task
 
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations")
-TASKS = {"classifier": Task.classifier, "regressor": Task.regressor, "language_model": Task.language_model}
+TASKS = {
+    "classifier": Task.classifier,
+    "regressor": Task.regressor,
+    "language_model": Task.language_model,
+    "density": Task.density,
+}
 
 
 @dataclasses.dataclass(frozen=True)

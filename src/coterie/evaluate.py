@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from coterie import metrics
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import Algorithm, PointAlgorithm
 from coterie.client import ClientStep, Local, Reply, mean_loss
 from coterie.cohort import Cohort
 from coterie.parameter_tree import ParameterTree
@@ -65,6 +66,28 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class PointScores(Scores):
+    """What clients' points score, each with the model of its cluster; `labels` are clients' commonest clusters.
+
+    Attributes:
+        tables: For every client, how many points each cluster has (rows) of each true one (columns), (m, k, g); None
+            where the truth is not known.
+    """
+
+    tables: np.ndarray | None = None
+
+    @property
+    def clustering(self) -> dict[str, float]:
+        """The clusters of all points against the true ones: ari, nmi, purity, matched."""
+        return {} if self.tables is None else metrics.of_table(self.tables.sum(0))
+
+    @property
+    def clustering_per_client(self) -> list[dict[str, float]]:
+        """The same, of each client's points alone."""
+        return [] if self.tables is None else [metrics.of_table(table) for table in self.tables]
+
+
+@dataclass(frozen=True)
 class Scorer:
     """The client's side of an evaluation."""
 
@@ -82,6 +105,34 @@ class Scorer:
             return Reply((), rows, torch.zeros((), dtype=torch.long), note)
 
         return ClientStep(run)
+
+
+@dataclass(frozen=True)
+class PointScorer:
+    """The client's side of an evaluation of points.
+
+    Args:
+        algorithm: Tells each point's cluster.
+        groups: How many true clusters there are; 0 where they are not known.
+    """
+
+    algorithm: PointAlgorithm
+    groups: int
+
+    def score(self, task: Task) -> ClientStep:
+        """How many points of each true cluster are in each, and what they score there."""
+        inner = self.algorithm.points(task)
+
+        def run(theta: Params, local: Local) -> Reply:
+            label = inner.run(theta, local).note["label"]
+            mask, rows = local.data.mask, local.data.mask.sum()
+            own = (label[:, None] == torch.arange(self.algorithm.k, device=label.device)) * mask[:, None]  # (n, k)
+            each = vmap(lambda t: task.score(t, local.data))(theta).T  # (n, k)
+            true = local.data.y[:, None] == torch.arange(self.groups, device=label.device)
+            note = {"table": own.T @ true.to(own), "score": (each * own).nan_to_num().sum() / rows}
+            return Reply((), rows, own.sum(0).argmax(), note)
+
+        return ClientStep(run, inner.draw)
 
 
 Along = Literal["leaf", "root", "path"]
@@ -107,6 +158,8 @@ def evaluate(
     if choose_on not in ("train", "test"):
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
     aside = cohort.uncharged()
+    if isinstance(algorithm, PointAlgorithm):
+        return _points(algorithm, state, aside.on("test"))
     labels = algorithm.place(state, aside.on(choose_on))
     if along == "leaf":
         note = aside.on("test").gather(Scorer().score, algorithm.models(state), rows=labels).note
@@ -137,3 +190,20 @@ def _along(tree: ParameterTree | None, labels: Tensor, cohort: Cohort, along: Al
         for name, whole in note.items():
             whole[at] = found[name].cpu()
     return note
+
+
+def _points(algorithm: PointAlgorithm, state: Any, cohort: Cohort) -> PointScores:
+    """Points choose their cluster and are scored there; they have no labels that could be kept from the choice."""
+    y = cohort.federation.split(cohort.part).y
+    known = not y.is_floating_point() and y.dim() == 1 and bool((y >= 0).all())
+    reply = cohort.gather(PointScorer(algorithm, int(y.max()) + 1 if known else 0).score, algorithm.models(state))
+    score = reply.note["score"].cpu().numpy()
+    return PointScores(
+        metric=cohort.task.metric,
+        per_client=score,
+        labels=reply.slot.cpu().numpy(),
+        groups=None,
+        loss=score,
+        chosen_on=cohort.part,
+        tables=reply.note["table"].long().cpu().numpy() if known else None,
+    )

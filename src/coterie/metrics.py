@@ -13,6 +13,18 @@ def contingency(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return table
 
 
+def of_table(table: np.ndarray) -> dict[str, float]:
+    """All scores of a table of counts, found labels (rows) against true groups (columns).
+
+    Example:
+        >>> of_table(np.array([[2, 0], [1, 1]]))["purity"]
+        0.75
+    """
+    found, truth = (np.repeat(at, table.ravel()) for at in np.indices(table.shape).reshape(2, -1))
+    scores = {"ari": ari, "nmi": nmi, "purity": purity, "matched": matched_accuracy}
+    return {name: score(found, truth) for name, score in scores.items()}
+
+
 def matched_accuracy(labels: np.ndarray, groups: np.ndarray) -> float:
     """Share of clients labelled rightly under the best one-to-one matching of labels to groups (Hungarian).
 

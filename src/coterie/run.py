@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from coterie import snapshot
-from coterie.algorithms.base import Algorithm, Report
+from coterie.algorithms.base import Algorithm, PointAlgorithm, Report
 from coterie.cohort import Cohort
 from coterie.config import describe
 from coterie.evaluate import Along, Scores, evaluate
@@ -93,8 +93,18 @@ class Run:
         """Adjusted Rand index of the labels against the true groups; None where those are not known."""
         return self.scores.clustering.get("ari")
 
-    def assign(self, x: Array, y: Array) -> int:
-        """The cluster of a client that was not there."""
+    @property
+    def purity(self) -> float | None:
+        """The share of clients, or of points, that belong to the commonest group of their cluster; None if unknown."""
+        return self.scores.clustering.get("purity")
+
+    def assign(self, x: Array, y: Array | None = None) -> int | np.ndarray:
+        """The cluster of a client that was not there; of methods that group points, the cluster of each row of x.
+
+        Nothing is sent anywhere: a client that has the models can do it by itself.
+        """
+        if y is None and not isinstance(self.algorithm, PointAlgorithm):
+            raise ValueError(f"assign: {type(self.algorithm).__name__} places a client by its rows x and targets y")
         return assign(self.algorithm, self.state, self._cohort.task, x, y)
 
     @property
@@ -123,18 +133,21 @@ class Run:
         return evaluate(self.algorithm, self.state, self._cohort, choose_on, along)
 
 
-def assign(algorithm: Algorithm, state: Any, task: Task, x: Array, y: Array) -> int:
-    """The cluster of one client with these rows."""
-    client = Federation.from_clients([(x, y)])
+def assign(algorithm: Algorithm, state: Any, task: Task, x: Array, y: Array | None) -> int | np.ndarray:
+    """The cluster of one client with these rows, or of each of its points."""
+    client = Federation.from_clients([(x, torch.zeros(len(x), dtype=torch.long) if y is None else y)])
     client.check(task)
     device = next(iter(algorithm.models(state).values())).device
     rows = Data(client.train.x, client.train.y, torch.ones(len(client.train.x)))
-    return algorithm.assign(state, task, Data(*(v.to(device) for v in rows)))
+    rows = Data(*(v.to(device) for v in rows))
+    if isinstance(algorithm, PointAlgorithm):
+        return algorithm.assign_points(state, task, rows).cpu().numpy()
+    return algorithm.assign(state, task, rows)
 
 
 def fit(
     algorithm: Algorithm,
-    task: Task,
+    task: Task | None,
     federation: Federation,
     *,
     rounds: int,
@@ -151,7 +164,7 @@ def fit(
 
     Args:
         algorithm: The method and its hyperparameters.
-        task: What is learnt.
+        task: What is learnt; None for methods that know it themselves, such as `KFED`.
         federation: From whom.
         rounds: For how many rounds.
         seed: Every random number follows from it; the same seed gives the same run.
@@ -177,6 +190,7 @@ def fit(
             raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
     if resume and out is None:
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
+    task = algorithm.default_task() if task is None else task
     place = find_device(device)
     make = find_executor(executor)
     federation.check(task)
@@ -272,9 +286,8 @@ class _Loop:
             callback(row)
 
     def _row(self, t: int, state: Any, report: Report, seconds: float) -> dict[str, Any]:
-        old, new = self.algorithm.labels(self.state), self.algorithm.labels(state)
-        clusters = len(next(iter(self.algorithm.models(state).values())))
-        members = torch.bincount(new[new >= 0], minlength=clusters).tolist()
+        members = [int(n) for n in self.algorithm.members(state)]
+        clusters = len(members)
         score, each = None, None
         if (t + 1) % self.every == 0 or t + 1 == self.rounds:
             scores = evaluate(self.algorithm, state, self.cohort.at(t))
@@ -287,7 +300,7 @@ class _Loop:
             "loss": float(report.loss.mean()) if len(report.loss) else None,
             self.cohort.task.metric: score,
             "per_cluster": each if listed else None,
-            "changed": int(((old != new) & (old >= 0)).sum()),
+            "changed": self.algorithm.changed(self.state, state),
             "groups": sum(n > 0 for n in members),
             "members": members if listed else None,
             "participants": len(report.clients),

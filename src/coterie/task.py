@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ class Task:
         features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
             side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
             `coterie.features`. None for other tasks.
+        from_moments: `from_moments(mean, covariance)` are the likeliest parameters of a density that has a closed form;
+            None for others.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `coterie.tree.stack` makes them, and its loss and score are those of the models' mixed output: the mean
             of the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
@@ -65,6 +67,7 @@ class Task:
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
     split: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
     features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
     ensemble: Callable[[], Task] = field(default=_no_ensemble, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
@@ -108,6 +111,32 @@ class Task:
             mix=_mean_probability,
             spec={"kind": "language_model", **_spec(module)},
         )
+
+    @classmethod
+    def density(cls, module: nn.Module) -> Task:
+        """Negative log-likelihood for a module that returns one log-likelihood per row; y plays no part in it."""
+        task = cls.from_module(
+            module,
+            loss=_surprise,
+            score=_surprise,
+            metric="nats",
+            check=_check_density,
+            mix=lambda outs: outs.logsumexp(0) - math.log(len(outs)),
+            spec={"kind": "density", **_spec(module)},
+        )
+        return replace(task, from_moments=getattr(module, "from_moments", None))
+
+    @classmethod
+    def distance(cls) -> Task:
+        """Squared distance of a row to a centre, for methods whose models are centres."""
+
+        def squared(params: Params, data: Data) -> Tensor:
+            return (data.x.flatten(1) - params["centre"]).square().sum(1)
+
+        def init(key: Key) -> Params:
+            raise ValueError("Task.distance: there is no centre to begin with; only KFED finds centres")
+
+        return cls(init, squared, squared, "squared distance", spec={"kind": "distance"})
 
     @classmethod
     def from_module(
@@ -257,6 +286,14 @@ def _check_words(out: Tensor, y: Tensor) -> str | None:
     if low < 0 or high >= out.shape[-1]:
         return f"the next words run from {low} to {high}, but the model has words 0 to {out.shape[-1] - 1}"
     return None
+
+
+def _surprise(out: Tensor, y: Tensor) -> Tensor:
+    return -out
+
+
+def _check_density(out: Tensor, y: Tensor) -> str | None:
+    return None if out.dim() == 1 else f"the model must give one log-likelihood per row, not {tuple(out.shape[1:])}"
 
 
 def _check_targets(out: Tensor, y: Tensor) -> str | None:

@@ -66,6 +66,21 @@ class Algorithm(ABC):
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The cluster of one client, old or new."""
 
+    def members(self, state: Any) -> Tensor:
+        """How many clients each cluster has, as the server knows it (k,)."""
+        known = self.labels(state)
+        clusters = len(next(iter(self.models(state).values())))
+        return torch.bincount(known[known >= 0], minlength=clusters)
+
+    def changed(self, before: Any, after: Any) -> int:
+        """How many clients changed their cluster from one state to the next."""
+        old, new = self.labels(before), self.labels(after)
+        return int(((old != new) & (old >= 0)).sum())
+
+    def default_task(self) -> Task:
+        """The task where none is given."""
+        raise ValueError(f"fit: {type(self).__name__} needs a task")
+
     def tree(self, state: Any) -> ParameterTree | None:
         """The models on the way to the clusters' models, for algorithms that split; None for others."""
         return None
@@ -73,6 +88,56 @@ class Algorithm(ABC):
     def done(self, state: Any) -> bool:
         """Whether there is nothing left to do."""
         return False
+
+
+@dataclass(frozen=True)
+class PointAlgorithm(Algorithm):
+    """An algorithm that groups points, of which a client may hold several groups'.
+
+    Which cluster a point is in is known to its client alone. A state holds `clients` and `members`: how many clients
+    there are, and how many points each cluster has.
+
+    Args:
+        k: The clusters.
+    """
+
+    k: int = setting(low=1)
+
+    @abstractmethod
+    def points(self, task: Task) -> ClientStep:
+        """A client step, sent the models: the cluster of every row, in the note "label" (n,)."""
+
+    def assign_points(self, state: Any, task: Task, data: Data) -> Tensor:
+        """The cluster of every row of a client that may have taken no part (n,)."""
+        return each_nearest(task, self.models(state), data)
+
+    def labels(self, state: Any) -> Tensor:
+        """Clients as a whole are in no cluster."""
+        return torch.full((state.clients,), -1)
+
+    def members(self, state: Any) -> Tensor:
+        """How many points each cluster has (k,)."""
+        return state.members
+
+    def place(self, state: Any, cohort: Cohort) -> Tensor:
+        """The commonest cluster among each client's points."""
+        return cohort.gather(self.commonest, self.models(state)).slot.cpu()
+
+    def assign(self, state: Any, task: Task, data: Data) -> int:
+        """The commonest cluster among these points."""
+        return int(self.assign_points(state, task, data).mode().values)
+
+    def commonest(self, task: Task) -> ClientStep:
+        """The commonest cluster among a client's points."""
+        inner = self.points(task)
+
+        def run(theta: Params, local: Local) -> Reply:
+            label = inner.run(theta, local).note["label"]
+            clusters = torch.arange(len(next(iter(theta.values()))), device=label.device)
+            count = ((label[:, None] == clusters) * local.data.mask[:, None]).sum(0)
+            return Reply((), torch.ones(()), count.argmax(), {})
+
+        return ClientStep(run, inner.draw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +206,12 @@ def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
     losses = vmap(lambda t: mean_loss(task, t, data))(theta)
     j = losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin()  # nobody chooses a model that has diverged
     return j, losses.index_select(0, j.reshape(1))[0]
+
+
+def each_nearest(task: Task, theta: Params, data: Data) -> Tensor:
+    """Argmin over j of the loss of θ_j for every row (n,), for models stacked (k, …)."""
+    losses = vmap(lambda t: task.loss(t, data))(theta)
+    return losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
 
 
 def choosing(task: Task) -> ClientStep:

@@ -14,12 +14,13 @@ from coterie.data.heterogeneity import (
 from coterie.data.mapped import mapped
 from coterie.data.mnist import mnist, rotated_mnist
 from coterie.data.news import ag_news, newsgroups
+from coterie.data.points import gaussian_clusters, subspace_clusters
 from coterie.data.regression import mixed_regression, regression_truth
 from coterie.data.source import CHANGES, DATASETS, deal
 from coterie.data.synthetic import linear_mixture
 
 __all__ = [
-    "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "keep_labels", "linear_mixture",
-    "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits",
-    "quantity_skew", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "swap_labels",
+    "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
+    "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits",
+    "quantity_skew", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "subspace_clusters", "swap_labels",
 ]  # fmt: skip

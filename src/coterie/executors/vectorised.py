@@ -82,7 +82,7 @@ class Vectorised(Cohort):
             each = zip(clients.tolist(), self.sizes[at].tolist(), strict=True)
             draws = tree_map(lambda x: x.to(self.device), _stack_draws([self._draws(step, i, n) for i, n in each]))
         if self.ledger.memory:
-            memory = stack([self.ledger.memory.get(i, ()) for i in clients.tolist()])
+            memory = _stack_draws([self.ledger.memory.get(i, ()) for i in clients.tolist()])
         return Local(self._store.rows(self.part, clients), draws, memory)
 
     def _has_memory(self) -> Tensor:

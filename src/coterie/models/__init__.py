@@ -3,10 +3,18 @@
 from torch import nn
 
 from coterie.models.cnn import CNN
+from coterie.models.flow import AffineFlow
 from coterie.models.linear import Linear, Polynomial
 from coterie.models.lstm import LSTM
 from coterie.models.mlp import MLP
 
-MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "polynomial": Polynomial, "mlp": MLP, "cnn": CNN, "lstm": LSTM}
+MODELS: dict[str, type[nn.Module]] = {
+    "linear": Linear,
+    "polynomial": Polynomial,
+    "mlp": MLP,
+    "cnn": CNN,
+    "lstm": LSTM,
+    "affine_flow": AffineFlow,
+}
 
-__all__ = ["CNN", "LSTM", "MLP", "MODELS", "Linear", "Polynomial"]
+__all__ = ["CNN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial"]

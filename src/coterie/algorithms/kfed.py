@@ -1,0 +1,162 @@
+"""k-FED: every client clusters its own points, the server clusters the clients' centres, and that is all.
+
+Heterogeneity for the Win: One-Shot Federated Clustering
+    Don Kurian Dennis, Tian Li, Virginia Smith. ICML 2021.
+Efficient Clustering Frameworks for Federated Learning Systems
+    Jichan Chung. UCB/EECS-2023-212, Algorithm 2, whose line numbers are in the comments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import PointAlgorithm, Report
+from coterie.algorithms.kmeans import distances, kmeans, lloyd, members, seeded
+from coterie.client import ClientStep, Local, Reply
+from coterie.cohort import Cohort
+from coterie.key import Key
+from coterie.settings import setting
+from coterie.task import Data, Task
+from coterie.tree import Params
+
+SEEDS = 8  # k-means of a client's points that are tried
+_SEEDS = 3  # stream under a client's key
+
+
+class State(NamedTuple):
+    """What k-FED knows."""
+
+    centres: Tensor  # μ (k, d)
+    members: Tensor  # points of each cluster (k,)
+    clients: int
+    round: int
+
+
+@dataclass(frozen=True)
+class KFED(PointAlgorithm):
+    """One exchange: local k-means, then k-means over the local centres.
+
+    The server sees every client's centres, and how many points each has.
+
+    Args:
+        k: K, the clusters of all clients together.
+        local: k′, the clusters that a client looks for among its own points, at most k; None lets each client choose
+            the number that explains its points best (by BIC). A client with points of one cluster only must not look
+            for more: its centres would pull the cluster apart.
+        steps: Lloyd's steps at a client.
+        weighted: Whether local centres count by their points, rather than all the same.
+
+    Example:
+        >>> import coterie as ct
+        >>> run = ct.fit(ct.KFED(k=4), None, ct.data.gaussian_clusters(k=4, p=0.5, seed=0), rounds=1)
+        >>> run.purity
+        1.0
+    """
+
+    k: int = setting(low=1)
+    local: int | None = setting(None, low=1)
+    steps: int = setting(20, low=1)
+    weighted: bool = False
+
+    def default_task(self) -> Task:
+        """Squared distance to a centre."""
+        return Task.distance()
+
+    def start(self, task: Task, cohort: Cohort, key: Key) -> State:
+        """Nothing is known yet: all centres are at the origin."""
+        self._check(cohort)
+        d = cohort.federation.train.x[0].numel()
+        return State(torch.zeros(self.k, d, device=cohort.device), torch.zeros(self.k), cohort.population, 0)
+
+    def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
+        """Lines 1 to 3."""
+        reply = cohort.gather(self.cluster, ())  # lines 1 and 2
+        centres, sizes = reply.update["centres"].flatten(0, 1), reply.update["sizes"].flatten()
+        real = sizes > 0
+        if int(real.sum()) < self.k:
+            raise ValueError(f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; a larger local helps")
+        points = centres[real].cpu().double()
+        found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
+        near = torch.cdist(points, found).argmin(1)
+        count = torch.zeros(self.k).index_add_(0, near, sizes[real].cpu())
+        after = State(found.to(centres), count, state.clients, state.round + 1)
+        return after, Report(cohort.clients, reply.note["loss"])
+
+    def cluster(self, task: Task) -> ClientStep:
+        """Lines 1 and 2 at one client: its centres, as many as k of which some may have no points."""
+
+        def run(_: Any, local: Local) -> Reply:
+            centres, sizes, loss = self._own(local)
+            update = {"centres": centres, "sizes": sizes}
+            return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {"loss": loss})
+
+        return ClientStep(run, self._draw)
+
+    def points(self, task: Task) -> ClientStep:
+        """Line 4: a point goes where the server put its local centre."""
+
+        def run(theta: Params, local: Local) -> Reply:
+            centres, sizes, _ = self._own(local)
+            x = local.data.x.flatten(1)
+            own = distances(x, centres).masked_fill(sizes == 0, torch.inf).argmin(1)
+            label = distances(centres, theta["centre"]).argmin(1).index_select(0, own)
+            return Reply((), torch.ones(()), torch.zeros((), dtype=torch.long), {"label": label})
+
+        return ClientStep(run, self._draw)
+
+    def assign_points(self, state: State, task: Task, data: Data) -> Tensor:
+        """The nearest centre: points that come alone have no local centres."""
+        return distances(data.x.flatten(1), state.centres).argmin(1)
+
+    def models(self, state: State) -> Params:
+        """The centres."""
+        return {"centre": state.centres}
+
+    def done(self, state: State) -> bool:
+        """After the one exchange."""
+        return state.round >= 1
+
+    def _own(self, local: Local) -> tuple[Tensor, Tensor, Tensor]:
+        """A client's centres (k, d), their points (k,), and the mean squared distance to them."""
+        x, mask = local.data.x.flatten(1), local.data.mask
+        tried = [self._clustered(x, mask, local.draws["uniform"][:, :n]) for n in self._numbers()]
+        centres, sizes, spread = (torch.stack(parts) for parts in zip(*tried, strict=True))
+        rows = mask.sum()
+        parameters = torch.tensor([float(n * (x.shape[1] + 1)) for n in self._numbers()], device=x.device)
+        unlike = rows * x.shape[1] / 2 * (spread / x.shape[1]).clamp(min=1e-12).log()
+        bic = unlike + parameters / 2 * rows.log()
+        best = bic.masked_fill(torch.tensor(self._numbers(), device=x.device) > rows, torch.inf).argmin().reshape(1)
+        return centres.index_select(0, best)[0], sizes.index_select(0, best)[0], spread.index_select(0, best)[0]
+
+    def _numbers(self) -> list[int]:
+        """The k′ that are tried."""
+        return list(range(1, self.k + 1)) if self.local is None else [min(self.local, self.k)]
+
+    def _clustered(self, x: Tensor, mask: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of several k-means: k′ centres, filled up to k with some that have no points; and their spread."""
+        found = torch.stack([lloyd(x, mask, seeded(x, mask, u), self.steps) for u in uniform.unbind()])
+        spreads = torch.stack([(distances(x, c).amin(1) * mask).sum() / mask.sum() for c in found.unbind()])
+        best = spreads.argmin().reshape(1)
+        centres, spread = found.index_select(0, best)[0], spreads.index_select(0, best)[0]
+        sizes = members(x, mask, centres).sum(0)
+        missing = self.k - len(centres)
+        return (
+            torch.cat([centres, centres[:1].expand(missing, -1)]),
+            torch.nn.functional.pad(sizes, (0, missing)),
+            spread,
+        )
+
+    def _draw(self, n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
+        return {"uniform": torch.rand(SEEDS, self.k, generator=key.fold(_SEEDS).generator())}
+
+    def _check(self, cohort: Cohort) -> None:
+        total, least = int(cohort.sizes.sum()), int(cohort.sizes.min())
+        if self.k > total:
+            raise ValueError(f"KFED: k must be at most the number of points of all clients, {total}, got {self.k}")
+        if self.local is not None and self.local > least:
+            who = cohort.federation.name(int(cohort.sizes.argmin()))
+            raise ValueError(f"KFED: local is {self.local}, but {who} has {least} points; local=None lets it look for fewer")

@@ -1,0 +1,310 @@
+"""UIFCA: K generative models, and every point of every client goes to the one under which it is likeliest.
+
+Efficient Clustering Frameworks for Federated Learning Systems
+    Jichan Chung. UCB/EECS-2023-212, Chapter 4, Algorithms 3 to 5.
+
+Line numbers in the comments are those of Algorithm 3 unless they say otherwise. A round here is a cluster round. Points
+that are wrongly assigned hold on to their cluster if its model has overfitted them, which the report leaves as an open
+problem (Section 4.3); `shrinkage.py` is our answer.
+
+Throughout, r is the restarts that run side by side, k the clusters, n the points of a client, d their dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.algorithms.base import PointAlgorithm, Report, each_nearest
+from coterie.algorithms.kfed import KFED
+from coterie.algorithms.shrinkage import Moments, covariances
+from coterie.algorithms.starts import Given
+from coterie.client import ClientStep, Local, Reply, each_start, local_update, minibatches
+from coterie.cohort import Cohort, slot_mean
+from coterie.key import Key
+from coterie.settings import setting
+from coterie.task import Data, Task
+from coterie.tree import Outer, Params, stack, take, tree_map
+
+SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
+_LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
+
+
+class State(NamedTuple):
+    """What the server knows after a cluster round."""
+
+    theta: Params  # θ_k of every restart (r, k, …)
+    moments: Moments | tuple[()]  # of the points assigned to each cluster, where models have a closed form
+    sizes: Tensor  # |S_k| (r, k)
+    moved: Tensor  # points that changed their cluster in the last assignment (r,)
+    quality: Tensor  # mean loss of the points under the models they are assigned to (r,)
+    shrinks: Tensor  # restarts that shrink (r,)
+    clients: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """An initial assignment by the true cluster, of which some are drawn anew: to see what a method makes of errors.
+
+    Args:
+        share: Points whose cluster is drawn anew.
+    """
+
+    share: float = setting(0.25, low=0, high=1)
+
+
+@dataclass(frozen=True)
+class UIFCA(PointAlgorithm):
+    """Alternate between fitting one generative model per cluster and assigning every point to the likeliest.
+
+    Args:
+        k: K, the clusters.
+        init: The initial assignment: "random", "kfed" (k-FED + UIFCA), or "mixed", of whose restarts one is from k-FED
+            and the others random; k state dicts assign by likelihood.
+        restarts: Assignments that are run side by side; the one of the greatest likelihood is kept.
+        shrink: Whether, once few points move, each model is shrunk towards what the clusters have in common, by as
+            much as it is likely to have overfitted.
+        ridge: Added to variances, as a part of the mean one.
+        tau: τ, communication rounds of a cluster round, for models without a closed form.
+        steps: M, gradient steps of a client in a communication round.
+        batch: N, points of a step, of which each model is trained on its own; None takes all.
+        lr: η.
+        renew: Whether models are drawn anew in every cluster round (Algorithm 4, line 3), or go on from the last.
+        closed: Whether to use the closed form where the model has one.
+
+    Example:
+        >>> import coterie as ct
+        >>> task = ct.Task.density(ct.models.AffineFlow(32))
+        >>> run = ct.fit(ct.UIFCA(k=4), task, ct.data.subspace_clusters(k=4, p=0.5, seed=0), rounds=20)
+        >>> run.purity
+        1.0
+    """
+
+    k: int = setting(low=1)
+    init: Literal["mixed", "random", "kfed"] | Disturbed | Sequence[Params] = "mixed"
+    restarts: int = setting(10, low=1)
+    shrink: bool = True
+    ridge: float = setting(1e-3, low=0)
+    tau: int = setting(20, low=1)
+    steps: int = setting(10, low=1)
+    batch: int | None = setting(None, low=1)
+    lr: float = setting(0.01, low=0)
+    renew: bool = False
+    closed: bool = True
+
+    def start(self, task: Task, cohort: Cohort, key: Key) -> State:
+        """Line 1: the initial assignment, which each client keeps for itself."""
+        self._check(cohort)
+        theta = self._drawn(task, key.fold(_MODELS))
+        if self._by_kfed:
+            kfed = KFED(self.k)
+            state, _ = kfed.round(kfed.start(kfed.default_task(), cohort, key), cohort)
+            sent: dict[str, Any] = {"centres": kfed.models(state)}
+        elif isinstance(self.init, str | Disturbed):
+            sent = {}
+        else:
+            given = Given(tuple(self.init))(self.k, self.lr, task, cohort, key)
+            theta = tree_map(lambda x: x.expand(self.restarts, *x.shape), given)
+            sent = {"theta": theta}
+        sent["about"] = self._mean(cohort) if self._has_closed_form(task) else ()
+        sums = cohort.combine(self.begin, sent)
+        return self._after(tree_map(lambda x: x.to(cohort.device), theta), sums.update, sent["about"], cohort, None)
+
+    def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
+        """Lines 3 to 7."""
+        theta = self._learnt(state, cohort)  # line 5
+        about = state.moments.about if isinstance(state.moments, Moments) else ()
+        sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
+        after = self._after(theta, sums.update, about, cohort, state)
+        return after, Report(cohort.clients, sums.note["loss"][:, _best(after)])
+
+    def begin(self, task: Task) -> ClientStep:
+        """Line 1 at one client."""
+        kfed = KFED(self.k).points(task)
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            label = local.draws["label"]
+            if "theta" in sent:
+                label = each_start(lambda t: each_nearest(task, t, local.data), in_dims=(0,))(sent["theta"])
+            elif isinstance(self.init, Disturbed):
+                label = torch.where(label < 0, local.data.y, label)
+            elif self._by_kfed:
+                own = kfed.run(sent["centres"], local._replace(draws=local.draws["kfed"])).note["label"]
+                first = torch.arange(self.restarts, device=own.device)[:, None] < self._by_kfed
+                label = torch.where(first, own, label)
+            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, torch.zeros(self.restarts))
+
+        def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
+            g = key.fold(_LABELS).generator()
+            label = torch.randint(self.k, (self.restarts, n), generator=g)
+            if isinstance(self.init, Disturbed):
+                label = label.where(torch.rand(self.restarts, n, generator=g) < self.init.share, -1)
+            return {"label": label, "kfed": kfed.draw(n, key, when) if kfed.draw else {}}
+
+        return ClientStep(run, draw)
+
+    def reassign(self, task: Task) -> ClientStep:
+        """Line 7 at one client: every point to the model under which it is likeliest."""
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            def one_start(theta: Params) -> tuple[Tensor, Tensor]:
+                losses = vmap(lambda t: task.loss(t, local.data))(theta).nan_to_num(nan=torch.inf, posinf=torch.inf)
+                return losses.argmin(0), losses.amin(0) @ local.data.mask
+
+            label, loss = each_start(one_start, in_dims=(0,))(sent["theta"])
+            return self._counted(label, self._kept(local), sent["about"], local, loss)
+
+        return ClientStep(run)
+
+    def learn(self, task: Task) -> ClientStep:
+        """Algorithm 5 for all K models, each on the points that are assigned to it."""
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            own = self._members(self._kept(local), local.data)  # (r, k, n)
+            batches = local.draws["batches"] if self.batch else None
+
+            def train(theta: Params, mask: Tensor) -> Params:
+                data = local.data._replace(mask=mask)
+                return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)[0]
+
+            end = vmap(train)(sent["theta"], own.flatten(0, 1))
+            slot = torch.arange(self.restarts * self.k, device=own.device)
+            return Reply(end, own.sum(2).flatten(), slot, {}, local.memory)
+
+        def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
+            size = max(1, min(self.batch or n, n))
+            return {"batches": minibatches(n, size, self.steps, key.fold(_BATCHES, *when).generator())}
+
+        return ClientStep(run, draw if self.batch else None)
+
+    def points(self, task: Task) -> ClientStep:
+        """Line 7 alone, for the models of one restart."""
+
+        def run(theta: Params, local: Local) -> Reply:
+            note = {"label": each_nearest(task, theta, local.data)}
+            return Reply((), torch.ones(()), torch.zeros((), dtype=torch.long), note)
+
+        return ClientStep(run)
+
+    def total(self, task: Task) -> ClientStep:
+        """The sum of a client's points."""
+
+        def run(_: Any, local: Local) -> Reply:
+            update = local.data.x.flatten(1).T @ local.data.mask
+            return Reply(update / local.data.mask.sum(), local.data.mask.sum(), torch.zeros((), dtype=torch.long), {})
+
+        return ClientStep(run)
+
+    def models(self, state: State) -> Params:
+        """The K models of the best restart."""
+        return take(state.theta, _best(state))
+
+    def members(self, state: State) -> Tensor:
+        """Points of each cluster, in the best restart."""
+        return state.sizes[_best(state)]
+
+    def changed(self, before: State, after: State) -> int:
+        """Points that changed their cluster, in the best restart."""
+        return int(after.moved[_best(after)])
+
+    def done(self, state: State) -> bool:
+        """Once no point moves in any restart, and all have shrunk if they are to."""
+        return state.round > 0 and bool((state.moved == 0).all()) and (bool(state.shrinks.all()) or not self.shrink)
+
+    # --- what a client does --------------------------------------------------------------------------------------
+
+    def _counted(self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
+        """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
+        own = self._members(label, local.data)
+        update: dict[str, Any] = {"sizes": own.sum(2), "moved": ((label != before) * local.data.mask).sum(1), "loss": loss}
+        if isinstance(about, Tensor):
+            x = local.data.x.flatten(1) - about
+            update["first"] = own @ x
+            left = own.flatten(0, 1).T[:, :, None] * x[:, None]  # (n, r·k, d)
+            update["second"] = Outer(left.flatten(1), x)
+        note = {"loss": loss / local.data.mask.sum()}
+        return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), note, label)
+
+    def _members(self, label: Tensor, data: Data) -> Tensor:
+        """1 where a real point is in a cluster (r, k, n)."""
+        return (label[:, None] == torch.arange(self.k, device=label.device)[:, None]) * data.mask
+
+    def _kept(self, local: Local) -> Tensor:
+        """The assignment that the client remembers (r, n); chunks may have padded it to another length."""
+        n = len(local.data.mask)
+        short = n - local.memory.shape[1]
+        return torch.nn.functional.pad(local.memory, (0, short), value=-1) if short > 0 else local.memory[:, :n]
+
+    # --- what the server does ------------------------------------------------------------------------------------
+
+    def _learnt(self, state: State, cohort: Cohort) -> Params:
+        """Algorithm 4 for all K models: in closed form, or by τ rounds of averaging."""
+        task = cohort.task
+        if isinstance(state.moments, Moments) and task.from_moments is not None:
+            mean, covariance = covariances(state.moments, state.shrinks, self.ridge)
+            found = task.from_moments(mean, covariance)
+            enough = state.sizes > 1
+            return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
+        begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
+        theta = tree_map(lambda x: x.to(cohort.device).flatten(0, 1), begin)
+        for t in range(self.tau):
+            sums = cohort.fold(t).combine(
+                self.learn, {"theta": theta, "lr": torch.tensor(self.lr)}, slots=self.restarts * self.k
+            )
+            theta = slot_mean(sums, otherwise=theta)  # Algorithm 4, line 7: weighted by |S_{i,k}|
+        return tree_map(lambda x: x.unflatten(0, (self.restarts, self.k)), theta)
+
+    def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
+        found = tree_map(lambda x: x[0].cpu(), update)
+        points = float(cohort.sizes.sum())
+        moments: Moments | tuple[()] = ()
+        if isinstance(about, Tensor):
+            second = found["second"].unflatten(0, (self.restarts, self.k, -1))
+            moments = Moments(found["sizes"].double(), found["first"].double(), second.double(), about)
+        settled = self.shrink & (found["moved"] <= SETTLED * points) if before else torch.zeros(self.restarts, dtype=torch.bool)
+        return State(
+            theta=theta,
+            moments=moments,
+            sizes=found["sizes"],
+            moved=found["moved"],
+            quality=(found["loss"] / points).nan_to_num(nan=torch.inf),
+            shrinks=settled | before.shrinks if before else settled,
+            clients=cohort.population,
+            round=before.round + 1 if before else 0,
+        )
+
+    def _drawn(self, task: Task, key: Key) -> Params:
+        """One random model, with a little noise of its own for each cluster and restart (r, k, …)."""
+        starts = [stack([task.init(key.fold(r, j)) for j in range(self.k)]) for r in range(self.restarts)]
+        return stack(starts)
+
+    def _mean(self, cohort: Cohort) -> Tensor:
+        """The mean of all points, about which sums of squares are taken so that they keep their digits."""
+        sums = cohort.combine(self.total, ())
+        return (sums.update[0] / sums.weight[0]).detach()
+
+    def _has_closed_form(self, task: Task) -> bool:
+        return self.closed and task.from_moments is not None
+
+    @property
+    def _by_kfed(self) -> int:
+        """Restarts that begin with k-FED's assignment."""
+        return {"kfed": self.restarts, "mixed": 1}.get(self.init, 0) if isinstance(self.init, str) else 0
+
+    def _check(self, cohort: Cohort) -> None:
+        if self.k > (points := int(cohort.sizes.sum())):
+            raise ValueError(f"UIFCA: k must be at most the number of points of all clients, {points}, got {self.k}")
+
+
+def _best(state: State) -> int:
+    return int(state.quality.argmin())
+
+
+def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(which.to(old.device).reshape(*which.shape, *[1] * (old.dim() - which.dim())), new, old)

@@ -1,0 +1,101 @@
+"""Unlabelled points of several clusters at every client; y holds the true cluster, which only scores are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coterie.data.source import dataset
+from coterie.federation import Federation, Packed
+from coterie.key import Key
+
+_TRUTH, _LABELS, _POINTS = range(3)  # streams under the seed
+
+
+@dataset
+def gaussian_clusters(
+    k: int = 4,
+    p: float = 0.0,
+    seed: int = 0,
+    *,
+    clients: int | None = None,
+    points: int = 1000,
+    d: int = 32,
+    separation: float = 5.0,
+    sigma: float = 1.0,
+) -> Federation:
+    """Points around k centres, whose coordinates are 0 or R with equal chance.
+
+    Args:
+        k: Clusters.
+        p: Heterogeneity: the part of each client's points that is of a single cluster; the others are of any.
+        seed: Of everything.
+        clients: None takes k.
+        points: Of each client.
+        d: Dimensions.
+        separation: R.
+        sigma: Standard deviation around the centres.
+
+    Example:
+        >>> federation = gaussian_clusters(k=4, p=1.0, points=10)
+        >>> [y.unique().tolist() for _, y in (federation.train.client(i) for i in range(4))]
+        [[0], [1], [2], [3]]
+    """
+    centres = separation * (torch.rand(k, d, generator=Key.of(seed).fold(_TRUTH).generator()) < 0.5).float()
+    return _federation(k, p, seed, clients, points, d, lambda z, noise: centres[z] + sigma * noise)
+
+
+@dataset
+def subspace_clusters(
+    k: int = 4,
+    p: float = 0.0,
+    seed: int = 0,
+    *,
+    clients: int | None = None,
+    points: int = 1000,
+    d: int = 32,
+    subspace: int = 16,
+) -> Federation:
+    """Points of k random subspaces through the origin, standard normal within each.
+
+    Args:
+        k: Clusters.
+        p: Heterogeneity, as for `gaussian_clusters`.
+        seed: Of everything.
+        clients: None takes k.
+        points: Of each client.
+        d: Dimensions.
+        subspace: Dimensions of each subspace.
+    """
+    if not 1 <= subspace <= d:
+        raise ValueError(f"subspace_clusters: subspace must be 1 to d = {d}, got {subspace}")
+    bases = torch.linalg.qr(torch.randn(k, d, subspace, generator=Key.of(seed).fold(_TRUTH).generator()))[0]
+
+    def place(z: Tensor, noise: Tensor) -> Tensor:
+        return (bases[z] @ noise[:, :subspace, None])[:, :, 0]
+
+    return _federation(k, p, seed, clients, points, d, place)
+
+
+def _federation(
+    k: int, p: float, seed: int, clients: int | None, points: int, d: int, place: Callable[[Tensor, Tensor], Tensor]
+) -> Federation:
+    clients = k if clients is None else clients
+    for name, value in (("k", k), ("clients", clients), ("points", points), ("d", d)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    z = mixed_clusters(k, p, clients, points, Key.of(seed).fold(_LABELS))
+    noise = torch.randn(len(z), d, generator=Key.of(seed).fold(_POINTS).generator())
+    return Federation(Packed(place(z, noise), z, torch.arange(clients + 1) * points))
+
+
+def mixed_clusters(k: int, p: float, clients: int, points: int, key: Key) -> Tensor:
+    """The cluster of every point (clients · points,): the first s·p of a client are of one, the others of any."""
+    if not 0 <= p <= 1 or not math.isfinite(p):
+        raise ValueError(f"p must be between 0 and 1, got {p}")
+    any_of = torch.randint(k, (clients, points), generator=key.generator())
+    own = (torch.arange(clients) % k)[:, None]
+    return torch.where(torch.arange(points) < round(p * points), own, any_of).flatten()
