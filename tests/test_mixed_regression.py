@@ -124,7 +124,7 @@ def test_both_phases_come_close_to_least_squares(bias):
     ids=str,
 )
 def test_phase_1_comes_within_half_the_separation(settings):
-    federation = ct.data.mixed_regression(k=2, d=8, seed=2, rest=0)
+    federation = ct.data.mixed_regression(k=2, d=8, seed=2, rest=0, anchor_rows=240)
     truth = ct.data.regression_truth(2, 8, seed=2)
     cohort = cohort_of(federation, linear(8)).at(0)
     models = ct.MomentDescent(**settings)(2, 0.1, cohort.task, cohort, Key.of(4))
