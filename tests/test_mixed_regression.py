@@ -320,7 +320,7 @@ def test_bad_data_settings_are_named(settings, message):
 
 
 def test_the_data_are_what_they_say():
-    settings = {"k": 2, "d": 6, "seed": 5, "sigma": 0.5, "anchors": 30, "pairs": 4000, "rest": 500}
+    settings = {"k": 2, "d": 6, "seed": 5, "sigma": 0.5, "anchors": 30, "anchor_rows": 240, "pairs": 4000, "rest": 500}
     made = ct.data.mixed_regression(**settings, p=(0.8, 0.2), spread=(0.5, 3.0), tail=1.0)
     assert abs(float((made.groups == 0).float().mean()) - 0.8) < 0.03
     sizes = made.train.sizes
