@@ -22,7 +22,7 @@ from torch import Tensor
 from coterie.algorithms.fedx import FedX
 from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
-from coterie.features import feature_map
+from coterie.features import require_linear
 from coterie.federation import Federation
 from coterie.run import Run
 from coterie.task import Data, Task
@@ -180,7 +180,7 @@ def diagnose(federation: Federation, run: Run) -> Diagnosis:
 
 def _residuals(task: Task, theta: Tensor, data: Data) -> tuple[Tensor, Tensor]:
     """φ of a client's rows (n, d), and ‖y_i - φ(x_i)θ_j‖² for every model (k,)."""
-    assert task.features is not None  # `feature_map` has seen to it
+    assert task.features is not None  # `require_linear` has seen to it
     phi = task.features(data.x) * data.mask[:, None]
     off = (data.y.reshape(-1) * data.mask)[:, None] - phi @ theta.T
     return phi, off.square().sum(0)
@@ -190,7 +190,7 @@ def _cohort(federation: Federation, run: Run) -> Cohort:
     """All clients, once it is clear that they can be asked."""
     own = run._cohort
     federation.check(own.task)
-    feature_map(own.task, federation.train.x[:2], "diagnose")
+    require_linear(own.task, federation.train.x[:2], "diagnose")
     if (k := len(run.models)) < 2:
         raise ValueError("diagnose: the run has one cluster only, so there is nothing to tell apart")
     if (rows := len(federation.train.x)) <= (needed := k * flat(run.models[0], 0).numel()):
@@ -294,7 +294,8 @@ def _of_theorem(facts: _Facts, run: Run) -> Iterator[Figure]:
     """Theorem 2 with its constants c and C, which the paper leaves open, set to 1."""
     (k, d), sizes, m = facts.theta.shape, facts.sizes, len(facts.sizes)
     data = {f.name: f.value for f in _of_data(facts)}
-    p_e = 4 * k * (-sizes * min(1.0, data["Δ/σ"] ** 2) ** 2).exp()
+    contrast = torch.tensor(data["Δ/σ"]).square().clamp(max=1)  # of NaN, NaN
+    p_e = 4 * k * (-sizes * contrast.square()).exp()
     expected = float(sizes @ p_e / sizes.sum())
     deviation = math.sqrt(d * k * math.log(k) / m * (data["χ²(n)"] + 1))
     yield Figure("Σ n p_e / N", expected, "p_e(n) = 4k exp(-c n (1 ∧ Δ²/σ²)²), c = 1", "Theorem 2, (10)")
