@@ -31,7 +31,7 @@ NEAR = 3  # times the oracle's error: rounds from there on are not counted for t
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Errors over rounds for every step size and method; then where they end, for other numbers and sizes of clients."""
+    """Errors over rounds for every step size and method; then where they end, for more and for larger clients."""
     rows, curves, seeds = [], {}, list(range(spec["seeds"]))
     for gamma, method in itertools.product(spec["gammas"], spec["methods"]):
         name = f"{method['name']}, γ = {gamma:g}"
