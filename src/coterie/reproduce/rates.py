@@ -168,9 +168,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_title(f"γ = {gamma:g}", fontsize=10)
         axes.sharey(panels[0])
     panels[0].set_ylabel("error d(θ_t, θ*) / Δ")
-    panels[0].plot([], [], color="black", lw=0.9, ls=":", label="Lemma 1, mean")
-    panels[0].plot([], [], color="black", lw=0.9, ls="--", label="theorem, C₁ = 1")
-    panels[0].legend(fontsize=7, frameon=False)
+    panels[-1].plot([], [], color="black", lw=0.9, ls=":", label="Lemma 1, mean")
+    panels[-1].plot([], [], color="black", lw=0.9, ls="--", label="theorem, C₁ = 1")
+    panels[-1].legend(fontsize=7, frameon=False, loc="upper right")
     _draw_floors(last, result["floors"])
     for axes in (*panels, last):
         plots.tidy(axes)
@@ -191,16 +191,21 @@ def _draw_decay(axes: Any, rows: list[dict[str, Any]], curves: dict[str, list[fl
 
 
 def _draw_floors(axes: Any, rows: list[dict[str, Any]]) -> None:
-    kinds = list(dict.fromkeys(str(r["rows"]) for r in rows))
-    for n, kind in enumerate(kinds):
-        own = sorted((r for r in rows if str(r["rows"]) == kind), key=lambda r: r["ν"])
-        nu, colour = [r["ν"] for r in own], plots.COLOURS[n]
-        axes.loglog(
-            nu, [r["error"] for r in own], "o-", ms=4, color=colour, label=f"clients of {_sizes(own[0]['rows'])} rows"
-        )
+    rows = sorted(rows, key=lambda r: r["ν"])
+    for n, kind in enumerate(dict.fromkeys(_sizes(r["rows"]) for r in rows)):
+        own, colour = [r for r in rows if _sizes(r["rows"]) == kind], plots.COLOURS[n]
+        nu = [r["ν"] for r in own]
+        axes.loglog(nu, [r["error"] for r in own], "o-", ms=4, color=colour, label=f"{kind} rows per client")
         axes.loglog(nu, [r["oracle"] for r in own], "_", ms=9, mew=1.5, color=colour)
-        axes.loglog(nu, [r["bound"] / 100 for r in own], "--", lw=0.9, color=colour)
-    axes.set_xlabel("ν (second term, C = 1); bars: oracle; dashed: bound / 100")
+    axes.loglog([r["ν"] for r in rows], [r["bound"] / 100 for r in rows], "k--", lw=0.9, label="theorem / 100")
+    axes.plot([], [], "_", ms=9, mew=1.5, color="black", label="oracle least squares")
+    marks = [v for v in (0.05, 0.1, 0.2, 0.3, 0.5) if rows[0]["ν"] / 1.2 < v < rows[-1]["ν"] * 1.2]
+    axes.set_xticks(marks, [f"{v:g}" for v in marks])
+    heights = (0.002, 0.005, 0.01, 0.02)
+    axes.set_yticks(heights, [f"{v:g}" for v in heights])
+    axes.minorticks_off()
+    axes.set_title("where it ends, by number and size of clients", fontsize=10)
+    axes.set_xlabel("ν (second term, C = 1)")
     axes.set_ylabel("final error d(θ̂, θ*) / Δ")
     axes.legend(fontsize=7, frameon=False)
 

@@ -61,12 +61,13 @@ def _one(
         algorithm = replace(algorithm, lr=_step_size(models, problem, second, device))
     rounds = method.get("rounds", setting["rounds"])
     done = fit(algorithm, problem.task, second, rounds=rounds, seed=seed, device=device, evaluations=1)
+    spent = time.process_time() - begin
     return {
         "phase 1": problem.error(models),
         "error": problem.error(done.models),
         "oracle": problem.oracle(second),
         "labels": done.scores.clustering["matched"],
-        "cpu": time.process_time() - begin,
+        "cpu": spent,
     }
 
 

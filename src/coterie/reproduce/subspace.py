@@ -121,6 +121,10 @@ def _draw_sines(axes: Any, rows: list[dict[str, Any]]) -> None:
     sizes = [r["m"] for r in rows if r["subspace"] == rows[-1]["subspace"]]
     last = rows[-1]["sine"]
     axes.loglog(sizes, [last * (sizes[-1] / m) ** 0.5 for m in sizes], "k--", lw=1, label="1/√m")
+    marks = [v for v in (0.05, 0.1, 0.2, 0.5, 1) if last / 1.2 < v]
+    axes.set_yticks(marks, [f"{v:g}" for v in marks])
+    axes.set_xticks(sizes[::2], [f"{m:,}" for m in sizes[::2]])
+    axes.minorticks_off()
     axes.set_xlabel("clients of an iteration, m")
     axes.set_ylabel("sine of the largest angle, first iteration")
 
@@ -128,9 +132,11 @@ def _draw_sines(axes: Any, rows: list[dict[str, Any]]) -> None:
 def _draw_descents(axes: Any, rows: list[dict[str, Any]]) -> None:
     for m, colour in zip(dict.fromkeys(r["m"] for r in rows), plots.COLOURS, strict=False):
         own = [r for r in rows if r["m"] == m]
-        axes.semilogy([r["T"] for r in own], [r["anchor"] for r in own], "o-", ms=4, color=colour, label=f"m = {m:,}")
-        axes.semilogy([r["T"] for r in own], [r["anchor, worst"] for r in own], ":", lw=1.2, color=colour)
-    axes.set_xlabel("iterations T; dotted: the worst anchor")
+        axes.plot([r["T"] for r in own], [r["anchor"] for r in own], "o-", ms=4, color=colour, label=f"m = {m:,}")
+        axes.plot([r["T"] for r in own], [r["anchor, worst"] for r in own], ":", lw=1.2, color=colour)
+    axes.axhline(0.25, color="black", lw=0.8, ls="--")
+    axes.set_ylim(0, 1.05 * max(r["anchor, worst"] for r in rows))
+    axes.set_xlabel("iterations T; dotted: the worst anchor; dashed: ¼")
     axes.set_ylabel("error of the anchors / Δ")
 
 
@@ -138,8 +144,9 @@ def _draw_noise(axes: Any, rows: list[dict[str, Any]]) -> None:
     for m, colour in zip(dict.fromkeys(r["m"] for r in rows), plots.COLOURS, strict=False):
         own = sorted((r for r in rows if r["m"] == m), key=lambda r: r["noise"])
         across = range(len(own))
-        axes.semilogy(across, [r["anchor"] for r in own], "o-", ms=4, color=colour, label=f"anchors, m = {m:,}")
-        axes.semilogy(across, [r["sine"] for r in own], "s--", ms=3, color=colour, label=f"sine, m = {m:,}")
+        axes.plot(across, [r["anchor"] for r in own], "o-", ms=4, color=colour, label=f"anchors, m = {m:,}")
+        axes.plot(across, [r["sine"] for r in own], "s--", ms=3, color=colour, label=f"sine, m = {m:,}")
         axes.set_xticks(across, [f"{r['noise']:g}" for r in own])
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("standard deviation of the noise")
     axes.set_ylabel("error of the anchors / Δ; sine")
