@@ -135,7 +135,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.plot([], [], color="black", lw=1.2, label="oracle least squares")
     axes.axhline(FOUND, color=plots.COLOURS[7], lw=1, ls="--", label=f"found, below {FOUND:g}")
     axes.set_yscale("log")
-    axes.set_ylim(top=max(r["error, worst"] for r in result["rows"]) * 2.2)  # room for the counts
+    top = max(2 * FOUND, *(r["error, worst"] * 2.2 for r in result["rows"]))  # room for the counts
+    axes.set_ylim(top=top)
+    marks = [v for v in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if axes.get_ylim()[0] < v < top]
+    axes.set_yticks(marks, [f"{v:g}" for v in marks])
+    axes.minorticks_off()
     axes.set_xlim(-0.6, len(settings) - 0.4)
     axes.set_xticks(range(len(settings)), [s.replace(", ", "\n") for s in settings], fontsize=8)
     axes.set_ylabel("error d(θ̂, θ*) / Δ")
