@@ -68,7 +68,7 @@ def _judged(problem: Regression, descent: MomentDescent, now: Anchors) -> dict[s
     groups, truth = problem.federation.groups, problem.truth
     assert groups is not None
     errors = (now.theta.double() - truth[groups[now.at]]).norm(dim=1) / problem.delta
-    merged = descent.centres(now.theta, len(truth))
+    merged = descent.centres(now, len(truth))
     return {
         "sine": sine(now.subspace[0], truth.T),  # θ_0 = 0 and Σ_j = I: the residual errors are the models themselves
         "anchor": float(errors.median()),
