@@ -202,7 +202,7 @@ def test_it_says_what_it_cannot_diagnose():
     with pytest.raises(ValueError, match="diagnose: the task must be a regression"):
         ct.diagnose(signs, ct.fit(ct.IFCA(k=2), ct.Task.classifier(ct.models.Linear(5, 2)), signs, rounds=1))
     curved = ct.Task.regressor(ct.models.MLP(5, 3, 1))
-    with pytest.raises(ValueError, match="this model is not linear in them"):
+    with pytest.raises(ValueError, match="whose model is linear in its parameters"):
         ct.diagnose(federation, ct.fit(ct.IFCA(k=2), curved, federation, rounds=1))
 
 

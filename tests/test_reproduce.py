@@ -42,6 +42,44 @@ def test_the_error_halves_down_to_a_floor(tmp_path):
     assert result["rows"][-1]["factor a round"] == pytest.approx(0.5, abs=0.1)
 
 
+def test_both_phases_find_the_models_and_end_near_the_oracle(tmp_path):
+    rows = quick("fedx-settings", tmp_path)["rows"]
+    assert all(r["found"] == r["at most 1.5 oracle"] == r["runs"] for r in rows)
+    assert rows[0]["at most 0.01"] == rows[0]["runs"]
+
+
+def test_both_phases_find_the_models_from_any_start(tmp_path):
+    rows = quick("fedx-global-convergence", tmp_path)["rows"]
+    assert rows[0]["found"] == rows[0]["runs"] == 3 and rows[0]["phase 1, worst"] < 0.5 < rows[1]["phase 1"]
+
+
+def test_clients_of_one_row_do_no_harm(tmp_path):
+    row = quick("fedx-unbalanced", tmp_path)["rows"][0]
+    assert row["found"] == row["at most 1.5 oracle"] == 1
+
+
+def test_both_phases_bear_other_covariances_and_a_small_cluster(tmp_path):
+    row = quick("fedx-covariances", tmp_path)["rows"][0]
+    assert row["found"] == row["at most 1.5 oracle"] == 2
+
+
+def test_fedx_contracts_as_lemma_1_says(tmp_path):
+    result = quick("fedx-theorem2", tmp_path)
+    for row in result["rows"]:
+        assert row["measured"] == pytest.approx(row["Lemma 1, mean"], abs=0.004)
+        assert row["measured"] < row["theorem"] + 0.001
+    few, many = result["floors"]
+    assert many["error"] < 0.8 * few["error"] and many["error"] < 1.3 * many["oracle"]
+
+
+def test_subspaces_and_anchors_get_better_with_clients_and_iterations_and_worse_with_noise(tmp_path):
+    rows = quick("fedmd-subspace", tmp_path)["rows"]
+    few, many = (r["sine"] for r in rows if r["subspace"] == "symmetric")
+    anchors = [r["anchor"] for r in rows if r["part"] == "descent"]
+    clear, noisy = (r["sine"] for r in rows if r["part"] == "noise")
+    assert many < 0.7 * few and anchors[-1] < 0.7 * anchors[0] and clear < noisy
+
+
 @needs_mnist
 def test_ifca_beats_global_and_local_on_rotated_mnist(tmp_path):
     score = {r["method"]: r["ours"] for r in quick("ifca-table1-mnist", tmp_path)["rows"]}

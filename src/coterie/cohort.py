@@ -146,7 +146,7 @@ class Cohort(ABC):
             for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
                 self._charge(down * len(at), up)
                 update = part.update if update is None else tree_map(Tensor.add_, update, part.update)
-                weight = weight + part.weight
+                weight = weight + part.weight.to(self.device)
                 note = _put(note, part.note, at, len(self))
         return Sums(update, weight, note or {})
 
@@ -211,8 +211,8 @@ def slot_sum(reply: Reply, slots: int) -> Sums:
 
 def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[Any, Tensor]:
     """Add rows (b, …) of a tree up by slot (slots, …), for b slots and weights of any shape; and the weights."""
-    weight = weight.flatten()
-    slot = slot.flatten().to(weight.device)
+    device = next((x.device for x in leaves(rows)), weight.device)  # a weight of 1 may have been made on the CPU
+    weight, slot = weight.flatten().to(device), slot.flatten().to(device)
     share = (slot[:, None] == torch.arange(slots, device=slot.device)) * weight[:, None]
 
     def total(x: Tensor | Outer) -> Tensor:

@@ -14,15 +14,16 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from coterie.algorithms.base import Algorithm
 from coterie.algorithms.fedx import FedX
 from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
-from coterie.features import feature_map
+from coterie.features import require_linear
 from coterie.federation import Federation
 from coterie.run import Run
 from coterie.task import Data, Task
@@ -169,8 +170,20 @@ def diagnose(federation: Federation, run: Run) -> Diagnosis:
         True
         False
     """
-    facts = _facts(_cohort(federation, run), run)
-    figures = (*_of_data(facts), *_of_theorem(facts, run))
+    own = run._cohort
+    federation.check(own.task)
+    if federation is own.federation:
+        cohort = own.uncharged()
+    else:
+        cohort = type(own)(federation, own.task, own.key, own.device, precision=own.precision)
+    return diagnose_state(cohort, run.algorithm, run.state)
+
+
+def diagnose_state(cohort: Cohort, algorithm: Algorithm, state: Any) -> Diagnosis:
+    """The same for a state and some clients."""
+    _check(cohort, algorithm, state)
+    facts = _facts(cohort, algorithm, state)
+    figures = (*_of_data(facts), *_of_theorem(facts, algorithm, state))
     supported, verdict = _verdict(facts, {f.name: f.value for f in figures})
     return Diagnosis(figures, _by_rows(facts), supported, verdict)
 
@@ -180,28 +193,24 @@ def diagnose(federation: Federation, run: Run) -> Diagnosis:
 
 def _residuals(task: Task, theta: Tensor, data: Data) -> tuple[Tensor, Tensor]:
     """φ of a client's rows (n, d), and ‖y_i - φ(x_i)θ_j‖² for every model (k,)."""
-    assert task.features is not None  # `feature_map` has seen to it
+    assert task.features is not None  # `require_linear` has seen to it
     phi = task.features(data.x) * data.mask[:, None]
     off = (data.y.reshape(-1) * data.mask)[:, None] - phi @ theta.T
     return phi, off.square().sum(0)
 
 
-def _cohort(federation: Federation, run: Run) -> Cohort:
-    """All clients, once it is clear that they can be asked."""
-    own = run._cohort
-    federation.check(own.task)
-    feature_map(own.task, federation.train.x[:2], "diagnose")
-    if (k := len(run.models)) < 2:
+def _check(cohort: Cohort, algorithm: Algorithm, state: Any) -> None:
+    """Refuse what cannot be diagnosed."""
+    require_linear(cohort.task, cohort.federation.train.x[:2], "diagnose")
+    k, d = flat(algorithm.models(state)).shape
+    if k < 2:
         raise ValueError("diagnose: the run has one cluster only, so there is nothing to tell apart")
-    if (rows := len(federation.train.x)) <= (needed := k * flat(run.models[0], 0).numel()):
-        raise ValueError(f"diagnose: there are {rows} rows, too few for {k} models with {needed} parameters together")
-    if federation is own.federation:
-        return own.uncharged()
-    return type(own)(federation, own.task, own.key, own.device, precision=own.precision)
+    if (rows := len(cohort.federation.train.x)) <= k * d:
+        raise ValueError(f"diagnose: there are {rows} rows, too few for {k} models with {k * d} parameters together")
 
 
-def _facts(cohort: Cohort, run: Run) -> _Facts:
-    theta = flat(run.algorithm.models(run.state)).cpu().double()
+def _facts(cohort: Cohort, algorithm: Algorithm, state: Any) -> _Facts:
+    theta = flat(algorithm.models(state)).cpu().double()
     (k, d), rows = theta.shape, len(cohort.federation.train.x)
     before = _looked(cohort, Mixture(theta, torch.ones(k), torch.ones(())))
     share = before.slot.bincount(minlength=k).double() / len(cohort)
@@ -218,7 +227,7 @@ def _facts(cohort: Cohort, run: Run) -> _Facts:
         seen=_seen(mixture, sums["moment"].sum(0) / rows),
         evidence=float(sums["likelihood"]) - _of_one(cohort, sums) - (fitted - 1) * (d + 1) / 2 * math.log(rows),
         disagree=float((before.slot != after.slot).double().mean()),
-        curvature=_curvature(cohort, run.algorithm) if isinstance(run.algorithm, FedX) else math.nan,
+        curvature=_curvature(cohort, algorithm) if isinstance(algorithm, FedX) else math.nan,
     )
 
 
@@ -290,11 +299,12 @@ def _of_data(facts: _Facts) -> Iterator[Figure]:
     yield Figure("evidence", facts.evidence, "log L_k - log L_1 - (k - 1)(d + 1)/2 · log N", "BIC; not in the paper")
 
 
-def _of_theorem(facts: _Facts, run: Run) -> Iterator[Figure]:
+def _of_theorem(facts: _Facts, algorithm: Algorithm, state: Any) -> Iterator[Figure]:
     """Theorem 2 with its constants c and C, which the paper leaves open, set to 1."""
     (k, d), sizes, m = facts.theta.shape, facts.sizes, len(facts.sizes)
     data = {f.name: f.value for f in _of_data(facts)}
-    p_e = 4 * k * (-sizes * min(1.0, data["Δ/σ"] ** 2) ** 2).exp()
+    contrast = torch.tensor(data["Δ/σ"]).square().clamp(max=1)  # of NaN, NaN
+    p_e = 4 * k * (-sizes * contrast.square()).exp()
     expected = float(sizes @ p_e / sizes.sum())
     deviation = math.sqrt(d * k * math.log(k) / m * (data["χ²(n)"] + 1))
     yield Figure("Σ n p_e / N", expected, "p_e(n) = 4k exp(-c n (1 ∧ Δ²/σ²)²), c = 1", "Theorem 2, (10)")
@@ -304,9 +314,9 @@ def _of_theorem(facts: _Facts, run: Run) -> Iterator[Figure]:
     yield Figure(
         "ν log(e/ν)", min(nu, 1.0) * (1 - math.log(min(nu, 1.0))), "at most 1; above it ν says nothing", "Theorem 2"
     )
-    if isinstance(run.algorithm, FedX):
-        gamma = 2 * run.state.lr * facts.curvature
-        prox, s = run.algorithm.refine == "fedprox", run.algorithm.tau
+    if isinstance(algorithm, FedX):
+        gamma = 2 * state.lr * facts.curvature
+        prox, s = algorithm.refine == "fedprox", algorithm.tau
         kappa = 1 + gamma if prox else s * gamma / (1 - (1 - gamma) ** s)
         yield Figure("γ", gamma, "η max ‖φ(x_i)‖² / n_i, η = 2 lr", "Section 4.2, after (8)")
         yield Figure("κ", kappa, "1 + γ" if prox else f"sγ / (1 - (1 - γ)^s), s = {s}", "Section 4.2, after (8)")

@@ -35,33 +35,35 @@ def features_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return phi
 
 
-def feature_map(task: Task, x: Tensor, who: str) -> Callable[[Tensor], Tensor]:
-    """φ of a task, once it is clear that its model is ⟨φ(x), θ⟩ with a single output and its loss is squared.
-
-    Args:
-        task: The task.
-        x: Some rows to try it on.
-        who: Whose need it is, for the message.
-
-    Raises:
-        ValueError: The task is another; says what is needed.
-    """
+def is_linear(task: Task, x: Tensor) -> bool:
+    """Whether a task's model is ⟨φ(x), θ⟩ with a single output and its loss is squared, tried on some rows."""
     from coterie.task import Data
 
-    need = f"{who}: the task must be a regression with one output whose model is linear in its parameters"
     if task.features is None:
-        raise ValueError(
-            f"{need}, such as Task.regressor(models.Linear({x[0].numel()}, 1)); its score is {task.metric}"
-        )
+        return False
     rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
     try:
         phi = task.features(x)
         for j in range(2):
             theta = {name: p.to(x.dtype) for name, p in task.init(Key.of(j)).items()}
-            squared = task.loss(theta, rows)  # of f(x), for y = 0
-            expected = (phi @ flat(theta, 0)).square()
+            squared, expected = task.loss(theta, rows), (phi @ flat(theta, 0)).square()  # of f(x), for y = 0
             if not torch.allclose(squared, expected, rtol=1e-3, atol=1e-5 * float(expected.max().clamp(min=1))):
-                raise ValueError(f"{need}; this model is not linear in them")
-    except RuntimeError as error:
-        raise ValueError(f"{need}; this one cannot be taken so ({str(error).splitlines()[0]})") from error
-    return task.features
+                return False
+    except RuntimeError:  # it has several outputs, or takes rows together
+        return False
+    return True
+
+
+def require_linear(task: Task, x: Tensor, who: str) -> None:
+    """Refuse a task whose model is not linear in its parameters.
+
+    Args:
+        task: The task.
+        x: Some rows to try it on.
+        who: Whose need it is, for the message.
+    """
+    if not is_linear(task, x):
+        raise ValueError(
+            f"{who}: the task must be a regression with one output whose model is linear in its parameters, such as "
+            f"Task.regressor(models.Linear({x[0].numel()}, 1))"
+        )

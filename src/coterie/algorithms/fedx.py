@@ -21,7 +21,7 @@ from coterie.algorithms.base import Algorithm, Report, choosing, nearest
 from coterie.algorithms.starts import Start, find_start
 from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss
 from coterie.cohort import Cohort, Sums
-from coterie.features import feature_map
+from coterie.features import is_linear, require_linear
 from coterie.key import Key
 from coterie.settings import setting
 from coterie.task import Data, Task
@@ -36,6 +36,7 @@ class State(NamedTuple):
     theta: Params  # the cluster models θ_j (k, …)
     labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part
     lr: float  # the step size, in terms of the task's own loss
+    exact: bool  # whether FedProx has a closed form
     temperature: float  # that of soft labels, 0 for hard ones
     round: int
 
@@ -52,7 +53,8 @@ class FedX(Algorithm):
         refine: "fedavg" (s local gradient steps) or "fedprox" (the local proximal problem, solved exactly for squared
             loss and a model that is linear in its parameters, else by s gradient steps).
         tau: s, the local steps.
-        soft: λ by likelihood. Otherwise it is a vertex of the simplex, the minimiser of (7).
+        soft: λ by likelihood, and a client's update of a model counts λ times (Lemma 1). Otherwise λ is a vertex of the
+            simplex, the minimiser of (7).
         temperature: Of soft labels: λ_j ∝ exp(-Σ loss / temperature) over the client's rows: 2σ² for squared loss, 1
             for cross-entropy. None takes twice the mean loss of the round before, which estimates 2σ²; the first round
             is then a hard one.
@@ -71,7 +73,7 @@ class FedX(Algorithm):
     """
 
     k: int = setting(low=1)
-    lr: float | None = setting(None, low=0)
+    lr: float | None = setting(None, low=1e-12)
     refine: Literal["fedavg", "fedprox"] = "fedavg"
     tau: int = setting(10, low=1)
     soft: bool = False
@@ -88,12 +90,13 @@ class FedX(Algorithm):
         lr = self._step_size(task, cohort)
         theta = find_start(self.init, self.k)(self.k, lr, task, cohort, key)
         never = torch.full((cohort.population,), -1)
-        return State(tree_map(lambda x: x.to(cohort.device), theta), never, lr, self.temperature or 0.0, 0)
+        exact = self.refine == "fedprox" and is_linear(task, cohort.federation.train.x[:2])
+        return State(tree_map(lambda x: x.to(cohort.device), theta), never, lr, exact, self.temperature or 0.0, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 5 to 7."""
         chosen = cohort.sample(self.fraction)
-        sent: dict[str, Any] = {"lr": torch.tensor(state.lr)}
+        sent: dict[str, Any] = {"lr": torch.tensor(state.lr), **({"exact": ()} if state.exact else {})}
         if self.soft:
             sent |= {"theta": state.theta, "temperature": torch.tensor(state.temperature)}
         else:
@@ -105,6 +108,7 @@ class FedX(Algorithm):
             theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
             labels=labels,
             lr=state.lr,
+            exact=state.exact,
             temperature=self._next_temperature(sums),
             round=state.round + 1,
         )
@@ -116,7 +120,7 @@ class FedX(Algorithm):
         def run(sent: dict[str, Any], local: Local) -> Reply:
             theta = tree_map(lambda x: x[0], sent["theta"])
             j, loss = nearest(task, theta, local.data)  # eq. (8)
-            end = self._refine(task, take(theta, j), local.data, sent["lr"], torch.ones(()))
+            end = self._refine(task, take(theta, j), local.data, sent)
             note = {"label": j[None], "loss": loss[None]}
             return Reply(tree_map(lambda x: x[None], end), local.data.mask.sum()[None], j[None], note)
 
@@ -128,12 +132,12 @@ class FedX(Algorithm):
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             rows = local.data.mask.sum()
-            losses = vmap(lambda t: mean_loss(task, t, local.data))(sent["theta"])
+            losses = vmap(lambda t: mean_loss(task, t, local.data))(sent["theta"]).nan_to_num(nan=torch.inf)
             above = (losses - losses.amin()) * rows
             share = (-above / sent["temperature"].clamp(min=torch.finfo(above.dtype).tiny)).softmax(0)  # λ_i
-            end = vmap(lambda t, s: self._refine(task, t, local.data, sent["lr"], s))(sent["theta"], share)
-            moved = tree_map(torch.sub, end, sent["theta"])
-            update = {"moved": moved, "share": share, "loss": share * losses}
+            end = vmap(lambda t: self._refine(task, t, local.data, sent))(sent["theta"])
+            moved = tree_map(lambda e, t: _times(share, e - t), end, sent["theta"])  # Lemma 1: λ weighs all of it
+            update = {"moved": moved, "share": share, "loss": _times(share, losses)}
             note = {"label": losses.argmin(), "loss": losses.amin()}
             return Reply(update, rows.expand(self.k), torch.arange(self.k, device=share.device), note)
 
@@ -173,16 +177,17 @@ class FedX(Algorithm):
 
     # --- what a client does --------------------------------------------------------------------------------------
 
-    def _refine(self, task: Task, theta: Params, data: Data, lr: Tensor, share: Tensor) -> Params:
-        """Line 7: θ_ij from θ_j, where the client's loss under θ_j counts λ_ij."""
+    def _refine(self, task: Task, theta: Params, data: Data, sent: dict[str, Any]) -> Params:
+        """Line 7: s steps from a model, or the solution of its proximal problem."""
         if self.refine == "fedavg":
-            return local_update(task, theta, data, lr=lr * share, tau=self.tau)[0]
-        if task.features is None:
+            return local_update(task, theta, data, lr=sent["lr"], tau=self.tau)[0]
+        if "exact" not in sent or task.features is None:
+            assert self.lr is not None  # it is found for closed forms only
             # The prox term has curvature 1/η: half steps of it converge for any loss that is less curved.
-            return local_update(task, theta, data, lr=lr * share / 2, tau=self.tau, prox=1 / (self.lr or 1.0))[0]
+            return local_update(task, theta, data, lr=sent["lr"] / 2, tau=self.tau, prox=1 / self.lr)[0]
         phi, n = task.features(data.x) * data.mask[:, None], data.mask.sum()
         off = (phi @ flat(theta, 0) - data.y.reshape(-1)) * data.mask
-        return unflat(flat(theta, 0) - proximal(phi, off, 2 * lr * share / n), theta)
+        return unflat(flat(theta, 0) - proximal(phi, off, 2 * sent["lr"] / n), theta)
 
     # --- what the server does ------------------------------------------------------------------------------------
 
@@ -210,8 +215,14 @@ class FedX(Algorithm):
     def _step_size(self, task: Task, cohort: Cohort) -> float:
         if self.lr is not None:
             return self.lr
-        feature_map(task, cohort.federation.train.x[:2], f"{type(self).__name__}: where no lr is given")
+        require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: where no lr is given")
         return GAMMA / 2 / float(cohort.gather(self.curvature, ()).note["curvature"].max())
+
+
+def _times(share: Tensor, x: Tensor) -> Tensor:
+    """Each model's part (k, …) times its λ; nothing of a model that has none, not even if it has diverged."""
+    share = share.reshape(-1, *[1] * (x.dim() - 1))
+    return torch.where(share > 0, share * x, 0.0)
 
 
 def proximal(phi: Tensor, off: Tensor, eta: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 Global Convergence of Federated Learning for Mixed Regression
     Lili Su, Jiaming Xu, Pengkun Yang. NeurIPS 2022, Phase 1.
 
-Line numbers in the comments are those of Phase 1. Four things are not as printed, for as printed it does not work:
-a singular vector has no sign (line 11), and is given that of the mean; the power iteration returns the square of
-σ_1(A) = σ̂², so σ̂ is a fourth root; anchors are merged into k clusters without knowing Δ (line 16, the printed rule is
-an option); and features are whitened, where the paper wants covariances near the identity. It is not the FedMD of Li
-and Wang (2019), which is distillation.
+Line numbers in the comments are those of Phase 1. Four things are not as printed, for as printed it does not work. A
+singular vector has no sign (line 11): here the power iteration starts from the mean, and keeps its sign. That iteration
+returns the square of σ_1(A) = σ̂², so σ̂ is a fourth root. Anchors are merged into k clusters without knowing Δ (line 16;
+the printed rule is an option). And features are whitened, where the paper wants covariances near the identity. It is
+not the FedMD of Li and Wang (2019), which is distillation.
 
 Throughout, h is the anchor clients, d the parameters, k the clusters.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from coterie.algorithms.starts import Start
 from coterie.client import ClientStep, Local, Reply, pick
 from coterie.cohort import Cohort, Step
-from coterie.features import feature_map
+from coterie.features import require_linear
 from coterie.key import Key
 from coterie.settings import setting
 from coterie.task import Data, Task
@@ -42,15 +42,16 @@ class Anchors(NamedTuple):
     theta: Tensor  # θ_{i,t} (h, d)
     at: Tensor  # the set H, as positions in the cohort (h,)
     sigma: Tensor  # σ̂_{i,t}, the length of the residual error that was left before the last step (h,)
-    subspace: Tensor  # Û_{i,t}, of the last iteration (h, d, k)
+    subspace: Tensor  # Û_{i,t}, of the last iteration, for whitened features (h, d, k)
+    white: Tensor  # W, such that Wφ has the identity as its second moment (d, d)
 
 
 class _Population(NamedTuple):
-    """Who takes part, and what is known of their features."""
+    """Who takes part, and the scale of their features."""
 
     anchors: Tensor  # positions of H
     others: list[Tensor]  # positions of S_t for every t
-    white: Tensor  # W, such that Wφ has the identity as its second moment (d, d)
+    white: Tensor  # as in `Anchors`
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class MomentDescent(Start):
         power: T₂, the power iterations of an anchor.
         step: The part of its residual error by which an anchor moves: α/(2β²) as printed, with α = β = 1 for whitened
             features.
-        floor: εΔ: an anchor whose σ̂ is not above it stays where it is.
+        floor: εΔ: an anchor whose σ̂, as whitened features have it, is not above it stays where it is.
         radius: θ_0 is drawn from the ball of this radius R; 0 starts from zero.
-        reuse: Whether the same clients and rows serve in every iteration; the analysis wants fresh ones.
+        reuse: Whether the same clients serve in every iteration, and anchors draw from all their rows each time; the
+            analysis wants fresh ones.
         subspace: How the subspaces are found. "printed": orthogonal iteration on YYᵀ with one pair of rows per client,
             two exchanges for each; "symmetric": on the mean over all pairs of rows, which is symmetric, one exchange
             for each; "pooled": the d×d sum of the same is sent once. "auto": whichever of the last two sends less.
@@ -110,42 +112,41 @@ class MomentDescent(Start):
         """Line 2: θ̂_1, …, θ̂_k."""
         *_, last = self.descent(k, task, cohort, key)
         like = task.init(key)
-        return unflat(self.centres(last.theta, k).to(next(iter(like.values())).dtype), like)
+        return unflat(self.centres(last, k).to(next(iter(like.values())).dtype), like)
 
     def descent(self, k: int, task: Task, cohort: Cohort, key: Key) -> Iterator[Anchors]:
         """Lines 3 to 15: where the anchors stand after every iteration."""
-        if self.merge == "distance" and self.delta is None:
-            raise ValueError("MomentDescent: merge='distance' needs delta, the separation Δ of the models")
-        dtype = cohort.federation.train.x.dtype
         d = flat(task.init(key), 0).numel()
-        own = replace(self, ell=self.ell or 6 * k, anchors=self.anchors or _covering(k), subspace=self._cheaper(d, k))
-        people = own._population(k, d, task, cohort, key)
+        if self.ell is None or self.anchors is None or self.subspace == "auto":
+            yield from self._settled(k, d).descent(k, task, cohort, key)
+            return
+        self._check(k)
+        dtype, k = cohort.federation.train.x.dtype, min(k, d)
+        people = self._population(k, d, task, cohort, key)
         h = len(people.anchors)
-        theta = own._first(d, key).expand(h, d).to(cohort.device, dtype)  # lines 4 and 5
+        theta = self._first(d, key).expand(h, d).to(cohort.device, dtype)  # lines 4 and 5
         for t in range(self.rounds):
             now = cohort.fold(t)
             others = now.only(people.others[t])  # line 7: S_t
-            subspace = own._subspace(theta, k, others, people.white, key.fold(_Q, t))  # lines 8 and 9
+            subspace = self._subspace(theta, k, others, people.white, key.fold(_Q, t))  # lines 8 and 9
             sent = {"theta": theta, "U": people.white.T @ subspace}  # line 10
             sent = {name: x.to(cohort.device, dtype) for name, x in sent.items()}
-            reply = now.only(people.anchors).gather(own.descend, sent, rows=torch.arange(h))  # lines 11 to 15
+            reply = now.only(people.anchors).gather(self.descend, sent, rows=torch.arange(h))  # lines 11 to 15
             theta = reply.update
-            yield Anchors(theta.cpu(), people.anchors, reply.note["sigma"].cpu(), subspace)
+            yield Anchors(theta.cpu(), people.anchors, reply.note["sigma"].cpu(), subspace, people.white)
 
-    def centres(self, theta: Tensor, k: int) -> Tensor:
-        """Line 16: the anchors' models (h, d) merged into k (k, d)."""
+    def centres(self, anchors: Anchors, k: int) -> Tensor:
+        """Line 16: the anchors' models merged into k (k, d); by default as whitened features see them."""
+        theta = anchors.theta.double()
         if self.merge == "lloyd":
-            return lloyd(theta.double(), k)
-        close = (torch.cdist(theta, theta) < (self.delta or 0) / 2).double()
-        for _ in range(math.ceil(math.log2(len(theta))) + 1):  # anchors that are linked by others
-            close = (close @ close > 0).double()
-        groups = close.unique(dim=0)
+            return lloyd(theta @ torch.linalg.inv(anchors.white), k) @ anchors.white
+        groups = _linked(torch.cdist(theta, theta) < (self.delta or 0) / 2)
         if len(groups) != k:
             raise ValueError(
                 f"MomentDescent: anchors closer than delta/2 = {(self.delta or 0) / 2:g} form {len(groups)} groups, "
                 f"but k is {k}; merge='lloyd' needs no delta"
             )
-        return groups @ theta.double() / groups.sum(1, keepdim=True)
+        return groups @ theta / groups.sum(1, keepdim=True)
 
     # --- what a client does --------------------------------------------------------------------------------------
 
@@ -164,7 +165,8 @@ class MomentDescent(Start):
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
             phi, one, two = self._residuals(task, sent, local.data)
             others = (one.T @ phi)[None] - one[:, :, None] * phi[:, None]  # of each row's partners (n, h, d)
-            return Reply(Outer((two[:, :, None] * others).flatten(1), phi), _evidence(local.data), _zero(), {})
+            left = two[:, :, None] * others / _pairs(local.data)
+            return Reply(Outer(left.flatten(1), phi), _evidence(local.data), _zero(), {})
 
         return ClientStep(run)
 
@@ -180,21 +182,21 @@ class MomentDescent(Start):
                 return own[:, :, None] * (each.sum(0) - each)
 
             right = (against(one, two) + against(two, one)) / 2 if self.noise else against(one, one)
-            return Reply(Outer(phi, right.flatten(1)), _evidence(local.data), _zero(), {})
+            return Reply(Outer(phi, (right / _pairs(local.data)).flatten(1)), _evidence(local.data), _zero(), {})
 
         return ClientStep(run)
 
     def forth(self, task: Task) -> ClientStep:
         """YᵀQ for Y = ε(x₁, y₁, θ) ε(x₂, y₂, θ)ᵀ of a client's first two rows (d, h·k)."""
-        return self._one_pair(task, to=1, come_from=0)
+        return self._one_pair(task, transposed=True)
 
     def back(self, task: Task) -> ClientStep:
         """Y times what `forth` gave."""
-        return self._one_pair(task, to=0, come_from=1)
+        return self._one_pair(task, transposed=False)
 
     def descend(self, task: Task) -> ClientStep:
         """Lines 11 to 15 at an anchor client."""
-        ell = self.ell or 0
+        ell = self.ell or 0  # `descent` has set it
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
             theta, projection = sent["theta"], sent["U"]
@@ -202,15 +204,14 @@ class MomentDescent(Start):
             phi = _features(task, rows)
             e = _off(phi, rows, theta[None]) * (phi @ projection)  # Ûᵀε (2ℓ, k)
             a = e[:ell].T @ e[ell:] / ell  # eq. (2)
-            mean = e.mean(0)
-            beta = mean
+            size = a.abs().amax().clamp(min=torch.finfo(a.dtype).tiny)  # its powers would leave the range of floats
+            beta = e.mean(0)  # so that β̂ has the sign of the mean
             for _ in range(self.power):  # line 11: power iteration on AAᵀ
-                beta = a @ (a.T @ beta)
+                beta = a / size @ (a.T / size @ beta)
                 beta = beta / beta.norm().clamp(min=torch.finfo(beta.dtype).tiny)
             sigma = (a.T @ beta).norm().sqrt()  # the fourth root of the eigenvalue of AAᵀ
-            sign = torch.where((mean * beta).sum() < 0, -1.0, 1.0)
             move = torch.where(sigma > self.floor, self.step * sigma, 0.0)  # lines 12 to 15
-            return Reply(theta + sign * move * (projection @ beta), torch.ones(()), _zero(), {"sigma": sigma})
+            return Reply(theta + move * (projection @ beta), torch.ones(()), _zero(), {"sigma": sigma})
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
             t = when[-1]
@@ -221,19 +222,19 @@ class MomentDescent(Start):
         return ClientStep(run, draw)
 
     def _residuals(self, task: Task, sent: dict[str, Tensor], data: Data) -> tuple[Tensor, Tensor, Tensor]:
-        """φ (n, d), and y - ⟨φ, θ⟩ (n, h) under the two copies of the anchors' models, each over √(n(n-1))."""
-        phi, n = _features(task, data), data.mask.sum()
-        own = data._replace(mask=data.mask / (n * (n - 1)).sqrt())
-        one = _off(phi, own, sent["theta"])
-        return phi, one, _off(phi, own, sent["theta~"]) if self.noise else one
+        """φ (n, d), and y - ⟨φ, θ⟩ (n, h) under the two copies of the anchors' models."""
+        phi = _features(task, data)
+        one = _off(phi, data, sent["theta"])
+        return phi, one, _off(phi, data, sent["theta~"]) if self.noise else one
 
-    def _one_pair(self, task: Task, to: int, come_from: int) -> ClientStep:
+    def _one_pair(self, task: Task, *, transposed: bool) -> ClientStep:
+        to, of = (1, 0) if transposed else (0, 1)
+
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
             phi, one, two = self._residuals(task, sent, local.data)
-            n = local.data.mask.sum()
-            both = one[0] * two[1] * n * (n - 1)  # (h,)
-            seen = _projected(phi[come_from][None], sent["Q"])
-            return Reply(Outer(phi[to][None], (both[:, None] * seen).flatten(1)), torch.ones(()), _zero(), {})
+            seen = _projected(phi[of][None], sent["Q"])
+            right = (one[0] * two[1])[:, None] * seen
+            return Reply(Outer(phi[to][None], right.flatten(1)), torch.ones(()), _zero(), {})
 
         return ClientStep(run)
 
@@ -242,7 +243,7 @@ class MomentDescent(Start):
     def _subspace(self, theta: Tensor, k: int, others: Cohort, white: Tensor, key: Key) -> Tensor:
         """Line 9: the top-k left singular vectors of every anchor's Y_{i,t} (h, d, k), for whitened features."""
         sent, rows = self._copies(theta, others, key)
-        (h, d), like = theta.shape, theta
+        h, d = theta.shape
 
         def mean(step: Step, more: dict[str, Tensor]) -> Tensor:
             shared = sent | {n: x if rows is None else x.expand(len(others), *x.shape) for n, x in more.items()}
@@ -257,7 +258,7 @@ class MomentDescent(Start):
         q = torch.linalg.qr(torch.randn(h, d, k, dtype=torch.float64, generator=key.generator()))[0]
         for _ in range(self.orthogonal):
             for step in (self.forth, self.back) if self.subspace == "printed" else (self.apply,):
-                q = white @ mean(step, {"Q": (white.T @ q).to(like)}).reshape(d, h, k).movedim(1, 0)
+                q = white @ mean(step, {"Q": (white.T @ q).to(theta)}).reshape(d, h, k).movedim(1, 0)
             q = torch.linalg.qr(q)[0]
         return q
 
@@ -275,63 +276,85 @@ class MomentDescent(Start):
         direction, length = torch.randn(d, dtype=torch.float64, generator=g), torch.rand((), generator=g)
         return self.radius * length.double() ** (1 / d) * direction / direction.norm()
 
-    def _cheaper(self, d: int, k: int) -> Literal["printed", "symmetric", "pooled"]:
-        if self.subspace == "auto":
-            return "pooled" if d <= self.orthogonal * k else "symmetric"
-        return self.subspace
+    def _settled(self, k: int, d: int) -> MomentDescent:
+        """The same with a value for each setting that was left open."""
+        subspace = self.subspace
+        if subspace == "auto":
+            subspace = "pooled" if d <= self.orthogonal * k else "symmetric"
+        return replace(self, ell=self.ell or 6 * k, anchors=self.anchors or _covering(k), subspace=subspace)
 
     def _population(self, k: int, d: int, task: Task, cohort: Cohort, key: Key) -> _Population:
         """Lines 3 and 7: who takes part in which iteration."""
-        feature_map(task, cohort.federation.train.x[:2], "MomentDescent")
+        require_linear(task, cohort.federation.train.x[:2], "MomentDescent")
         anchors = self._choose_anchors(k, cohort, key)
         able = cohort.sizes >= 2
         able[anchors] = False
         order = key.fold(_S).shuffle(cohort.numbers)
         order = order[able[order]]
-        others = self._choose_others(k, d, order, cohort.sizes[order] - 1)
-        up = d * d if self.subspace == "pooled" else d * k * self.orthogonal * (1 + (self.subspace == "printed"))
-        enough = int((cohort.sizes[others[0]] - 1).sum()) >= ENOUGH * k**2 * d
-        cohort.tell(
-            f"moment descent: {len(anchors)} anchors of {2 * (self.ell or 0)} rows an iteration; "
-            f"{len(others[0])} {'' if self.reuse else 'fresh '}clients in each of {self.rounds} iterations"
-            + ("" if enough else f", fewer than have been found reliable ({ENOUGH} k² d pairs)")
-            + f"; subspaces {self.subspace}, {up} numbers up per client, anchor and iteration "
-            f"(pooled: {d * d}, symmetric: {d * k * self.orthogonal}, printed: {2 * d * k * self.orthogonal})"
-        )
+        if not len(order):
+            raise ValueError(
+                f"MomentDescent: no client besides the {len(anchors)} anchors has two rows; fewer anchors leave some"
+            )
+        evidence = torch.ones_like(order) if self.subspace == "printed" else cohort.sizes[order] - 1
+        others = self._choose_others(order, evidence, ENOUGH * k**2 * d)
+        self._tell(k, d, cohort, anchors, others)
         white = self._whitening(task, cohort.only(torch.cat([anchors, others[0]])))
         return _Population(anchors, others, white)
 
     def _choose_anchors(self, k: int, cohort: Cohort, key: Key) -> Tensor:
-        need = 2 * (self.ell or 0) * (1 if self.reuse else self.rounds)
+        each = 2 * (self.ell or 0)
+        need = each if self.reuse else each * self.rounds
         large = (cohort.sizes >= need).nonzero().flatten()
         if len(large) < k:
-            way = "reuse=True" if not self.reuse else "a smaller ell"
+            way = "a smaller ell needs fewer" if self.reuse else f"with reuse=True it needs {each}"
             raise ValueError(
                 f"MomentDescent: an anchor client needs {need} rows (ell={self.ell}, reuse={self.reuse}) and k={k} of "
                 f"them are needed at least, but {len(large)} of {len(cohort)} clients have so many (the largest has "
-                f"{int(cohort.sizes.max())}); {way} needs fewer"
+                f"{int(cohort.sizes.max())}); {way}"
             )
         return large[key.fold(_H).shuffle(cohort.numbers[large])][: self.anchors].sort().values
 
-    def _choose_others(self, k: int, d: int, order: Tensor, evidence: Tensor) -> list[Tensor]:
-        """S_0, …, S_{T-1} from clients in a random order, of whom each has so many rows beyond its first."""
-        if not len(order):
-            raise ValueError("MomentDescent: no client besides the anchors has two rows")
-        total, times = evidence.cumsum(0), 1 if self.reuse else self.rounds
-        if self.clients is not None:
-            ends = torch.arange(1, times + 1) * self.clients
-        else:
-            wanted = torch.arange(1, times + 1) * min(ENOUGH * k**2 * d, int(total[-1]) if self.reuse else 2**62)
-            ends = torch.searchsorted(total, wanted) + 1
-        if int(ends[-1]) > len(order):
-            need = self.clients or math.ceil(ENOUGH * k**2 * d / float(evidence.double().mean()))
-            way = "clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration"
-            raise ValueError(
-                f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
-                f"the anchors, {need} each, but there are {len(order)}; {way}"
-            )
-        parts = [order[int(a) : int(b)].sort().values for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    def _choose_others(self, order: Tensor, evidence: Tensor, enough: int) -> list[Tensor]:
+        """S_0, …, S_{T-1}, dealt from clients in a random order, of whom each has so much to tell."""
+        parts, begin, total = [], 0, evidence.cumsum(0)
+        for _ in range(1 if self.reuse else self.rounds):
+            before = int(total[begin - 1]) if begin else 0
+            end = begin + self.clients if self.clients else int(torch.searchsorted(total, before + enough)) + 1
+            if self.reuse and self.clients is None:
+                end = min(end, len(order))
+            if end > len(order):
+                self._too_few(order, math.ceil(enough / float(evidence.double().mean())))
+            parts.append(order[begin:end].sort().values)
+            begin = end
         return parts * self.rounds if self.reuse else parts
+
+    def _too_few(self, order: Tensor, enough: int) -> None:
+        need, times = self.clients or enough, 1 if self.reuse else self.rounds
+        way = "clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration"
+        raise ValueError(
+            f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
+            f"the anchors, {need} each, but there are {len(order)}; {way}"
+        )
+
+    def _tell(self, k: int, d: int, cohort: Cohort, anchors: Tensor, others: list[Tensor]) -> None:
+        sizes = {"pooled": d * d, "symmetric": d * k * self.orthogonal, "printed": 2 * d * k * self.orthogonal}
+        told = int((cohort.sizes[others[0]] - 1).sum())
+        asked = f" (of {self.anchors} asked for)" if len(anchors) < (self.anchors or 0) else ""
+        short = (
+            f", which is less than has been found reliable ({ENOUGH * k**2 * d})" if told < ENOUGH * k**2 * d else ""
+        )
+        cohort.tell(
+            f"moment descent: {len(anchors)} anchors{asked} use {2 * (self.ell or 0)} rows in each of {self.rounds} "
+            f"iterations, with {len(others[0])} {'' if self.reuse else 'fresh '}clients that have {told} rows beyond "
+            f"their first{short}; subspaces {self.subspace}, {sizes[self.subspace]} numbers up per client, anchor and "
+            f"iteration ({', '.join(f'{way}: {size}' for way, size in sizes.items())})"
+        )
+
+    def _check(self, k: int) -> None:
+        if self.merge == "distance" and self.delta is None:
+            raise ValueError("MomentDescent: merge='distance' needs delta, the separation Δ of the models")
+        if (self.anchors or 0) < k:
+            raise ValueError(f"MomentDescent: anchors must be at least k = {k}, got {self.anchors}")
 
     def _whitening(self, task: Task, cohort: Cohort) -> Tensor:
         """The inverse root of the correlations of the features, over their scales (d, d)."""
@@ -372,13 +395,21 @@ def _refined(points: Tensor, centres: Tensor) -> Tensor:
     return centres
 
 
+def _linked(close: Tensor) -> Tensor:
+    """The groups of points that are linked by close ones (groups, h), 1 for each member."""
+    reach = close.double()
+    for _ in range(math.ceil(math.log2(len(reach))) + 1):
+        reach = (reach @ reach > 0).double()
+    return reach.unique(dim=0)
+
+
 def _covering(k: int) -> int:
     """So many draws miss one of k equal clusters once in a thousand times."""
     return math.ceil(math.log(1000 * k) / -math.log1p(-1 / k)) if k > 1 else 1
 
 
 def _features(task: Task, data: Data) -> Tensor:
-    assert task.features is not None  # `feature_map` has seen to it
+    assert task.features is not None  # `require_linear` has seen to it
     return task.features(data.x)
 
 
@@ -390,6 +421,11 @@ def _off(phi: Tensor, data: Data, theta: Tensor) -> Tensor:
 def _projected(phi: Tensor, q: Tensor) -> Tensor:
     """φᵀQ for every anchor's Q (n, h, k)."""
     return (phi @ q.movedim(1, 0).flatten(1)).unflatten(1, (q.shape[0], q.shape[2]))
+
+
+def _pairs(data: Data) -> Tensor:
+    """n(n - 1)."""
+    return data.mask.sum() * (data.mask.sum() - 1)
 
 
 def _evidence(data: Data) -> Tensor:
@@ -410,4 +446,7 @@ def _degenerate(direction: Tensor, rows: int, clients: int) -> str:
     if len(involved) == 1:
         return f"feature {involved[0]} is zero {where}"
     names = ", ".join(map(str, involved[:8])) + (", …" if len(involved) > 8 else "")
-    return f"features {names} are collinear {where}: one of them is constant or follows from the others"
+    return (
+        f"features {names} are collinear {where}: one of them is constant, follows from the others, or has a mean far "
+        "above its spread"
+    )

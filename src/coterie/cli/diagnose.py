@@ -7,12 +7,10 @@ from pathlib import Path
 from coterie.cli.assign import restored
 from coterie.config import build_federation
 from coterie.data import DATASETS
-from coterie.diagnose import Diagnosis, diagnose
-from coterie.evaluate import evaluate
+from coterie.diagnose import Diagnosis, diagnose_state
 from coterie.executors import find_device, find_executor
 from coterie.key import Key
-from coterie.record import read_config, read_history
-from coterie.run import Run
+from coterie.record import read_config
 from coterie.tree import to_device
 
 
@@ -24,8 +22,6 @@ def diagnose_folder(path: Path, device: str) -> Diagnosis:
         raise ValueError(
             f"{path} was trained from Python on data of its own; use coterie.diagnose(federation, run) there"
         )
-    federation, place = build_federation(table), find_device(device)
-    cohort = find_executor("vectorised")(federation, task, Key.of(0), place)
-    state = to_device(state, place)
-    run = Run(algorithm, state, evaluate(algorithm, state, cohort), read_history(path), path, cohort)
-    return diagnose(federation, run)
+    place = find_device(device)
+    cohort = find_executor("vectorised")(build_federation(table), task, Key.of(0), place)
+    return diagnose_state(cohort, algorithm, to_device(state, place))

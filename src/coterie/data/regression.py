@@ -59,13 +59,15 @@ def mixed_regression(
         >>> len(federation), federation.train.sizes[:4].tolist()
         (103, [160, 160, 160, 2])
     """
-    _check(k, d, sigma, rest_rows, tail, p, spread)
+    _check(k, d, sigma, radius, rest_rows, tail, p, spread)
     key = Key.of(seed)
-    sizes = torch.cat([
-        torch.full((10 * k if anchors is None else anchors,), 80 * k if anchor_rows is None else anchor_rows),
-        torch.full((108 * k**2 * d if pairs is None else pairs,), 2),
-        _rest_sizes(rest, rest_rows, tail, key.fold(_SIZES)),
-    ]).sort(descending=True).values  # fmt: skip
+    sizes = _sizes(
+        (10 * k if anchors is None else anchors, 80 * k if anchor_rows is None else anchor_rows),
+        (108 * k**2 * d if pairs is None else pairs, 2),
+        (rest, 1),
+    )
+    sizes[len(sizes) - rest :] = _rest_sizes(rest, rest_rows, tail, key.fold(_SIZES))
+    sizes = sizes.sort(descending=True).values
     shares = torch.ones(k) if p is None else torch.tensor(p, dtype=torch.float64)
     z = torch.multinomial(shares, len(sizes), replacement=True, generator=key.fold(_LABELS).generator())
     of_row = z.repeat_interleave(sizes)
@@ -82,6 +84,16 @@ def regression_truth(k: int, d: int, radius: float = 1.0, seed: int = 0) -> Tens
     """θ* of `mixed_regression` with the same arguments (k, d)."""
     theta = torch.randn(k, d, generator=Key.of(seed).fold(_TRUTH).generator())
     return radius * theta / theta.norm(dim=1, keepdim=True)
+
+
+def _sizes(*kinds: tuple[int, int]) -> Tensor:
+    """Rows of every client, for kinds of clients given as (how many, rows of each)."""
+    for clients, rows in kinds:
+        if clients < 0 or rows < 1:
+            raise ValueError(f"mixed_regression: there cannot be {clients} clients of {rows} rows each")
+    if not any(clients for clients, _ in kinds):
+        raise ValueError("mixed_regression: there must be at least one client, got 0")
+    return torch.cat([torch.full((clients,), rows) for clients, rows in kinds])
 
 
 def _rest_sizes(rest: int, rows: tuple[int, ...], tail: float | None, key: Key) -> Tensor:
@@ -103,12 +115,13 @@ def _check(
     k: int,
     d: int,
     sigma: float,
+    radius: float,
     rest_rows: tuple[int, ...],
     tail: float | None,
     p: tuple[float, ...] | None,
     spread: tuple[float, ...] | None,
 ) -> None:
-    for name, value, low in (("k", k, 1), ("d", d, 1), ("sigma", sigma, 0)):
+    for name, value, low in (("k", k, 1), ("d", d, 1), ("sigma", sigma, 0), ("radius", radius, 0)):
         if not value >= low or not math.isfinite(value):
             raise ValueError(f"mixed_regression: {name} must be at least {low}, got {value}")
     if not rest_rows or min(rest_rows) < 1:

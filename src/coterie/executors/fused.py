@@ -37,7 +37,7 @@ from coterie.task import Data
 from coterie.tree import Params, nbytes, take, tree_map
 
 CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
-NARROW = 8  # outputs of all models together up to which rows that a model does not want are multiplied by 0
+NARROW = 8  # outputs of all models together up to which all rows are multiplied, with 0 for models they did not take
 FEW = 64  # up to so many models, clients with the same one share a product
 LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
 RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
@@ -231,7 +231,7 @@ class Trained(NamedTuple):
         own = self.moved.first * weight[..., None, None]
         if like[:, :, 0].numel() <= NARROW:
             took = self.label[..., None] == torch.arange(len(like), device=own.device)  # (c, r, s)
-            spread = (own[:, :, :, None] * took[:, :, None, :, None]).sum(1)  # (c, n, s, h)
+            spread = own[:, :, :, None].where(took[:, :, None, :, None], 0).sum(1)  # (c, n, s, h)
             return (spread.flatten(0, 1).flatten(1).T @ self.x.flatten(0, 1)).reshape(like.shape)
         total = torch.zeros_like(like)
         for s, at, r in _members(self.label):

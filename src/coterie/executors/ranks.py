@@ -145,7 +145,8 @@ def joined(tree: Any, counts: list[int], device: torch.device) -> Any:
 
 def _as_bytes(x: Tensor) -> Tensor:
     """Stacked tensors (c, …) as rows of bytes (c, b)."""
-    return (x.flatten(1) if x.dim() > 1 else x[:, None]).contiguous().view(torch.uint8)
+    # a clone, for a column counts as contiguous whatever its stride
+    return (x.flatten(1) if x.dim() > 1 else x[:, None]).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:

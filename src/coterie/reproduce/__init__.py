@@ -9,7 +9,19 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from coterie.reproduce import contraction, geometry, newcomers, norms, separation, splitting, success, table
+from coterie.reproduce import (
+    contraction,
+    geometry,
+    newcomers,
+    norms,
+    rates,
+    recovery,
+    separation,
+    splitting,
+    subspace,
+    success,
+    table,
+)
 from coterie.reproduce.notebook import Notebook
 from coterie.settings import nearest_name
 from coterie.snapshot import write_text
@@ -23,6 +35,9 @@ KINDS = {
     "separation": separation,
     "norms": norms,
     "newcomers": newcomers,
+    "recovery": recovery,
+    "rates": rates,
+    "subspace": subspace,
 }
 
 
