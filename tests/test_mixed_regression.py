@@ -8,7 +8,8 @@ import torch
 
 import coterie as ct
 from coterie.algorithms.fedx import proximal
-from coterie.algorithms.moment_descent import Anchors, lloyd
+from coterie.algorithms.kmeans import kmeans
+from coterie.algorithms.moment_descent import Anchors
 from coterie.client import Local
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation, Packed
@@ -252,11 +253,11 @@ def test_step_size_is_below_the_limit(regression):
     assert lr == pytest.approx(0.9 / worst / 2, rel=1e-4)
 
 
-def test_lloyd_finds_well_separated_centres():
+def test_kmeans_finds_well_separated_centres():
     g = torch.Generator().manual_seed(0)
     centres = 10 * torch.randn(4, 3, generator=g)
     points = (centres.repeat(5, 1) + 0.1 * torch.randn(20, 3, generator=g)).double()
-    apart = torch.cdist(lloyd(points, 4), centres.double())
+    apart = torch.cdist(kmeans(points, 4), centres.double())
     assert apart.amin(0).max() < 0.3 and sorted(apart.argmin(1).tolist()) == [0, 1, 2, 3]
 
 

@@ -78,7 +78,9 @@ class KFED(PointAlgorithm):
         centres, sizes = reply.update["centres"].flatten(0, 1), reply.update["sizes"].flatten()
         real = sizes > 0
         if int(real.sum()) < self.k:
-            raise ValueError(f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; a larger local helps")
+            raise ValueError(
+                f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; a larger local helps"
+            )
         points = centres[real].cpu().double()
         found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
         near = torch.cdist(points, found).argmin(1)
@@ -159,4 +161,6 @@ class KFED(PointAlgorithm):
             raise ValueError(f"KFED: k must be at most the number of points of all clients, {total}, got {self.k}")
         if self.local is not None and self.local > least:
             who = cohort.federation.name(int(cohort.sizes.argmin()))
-            raise ValueError(f"KFED: local is {self.local}, but {who} has {least} points; local=None lets it look for fewer")
+            raise ValueError(
+                f"KFED: local is {self.local}, but {who} has {least} points; local=None lets it look for fewer"
+            )

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from coterie.algorithms.kmeans import kmeans
 from coterie.algorithms.starts import Start
 from coterie.client import ClientStep, Local, Reply, pick
 from coterie.cohort import Cohort, Step
@@ -139,7 +140,7 @@ class MomentDescent(Start):
         """Line 16: the anchors' models merged into k (k, d); by default as whitened features see them."""
         theta = anchors.theta.double()
         if self.merge == "lloyd":
-            return lloyd(theta @ torch.linalg.inv(anchors.white), k) @ anchors.white
+            return kmeans(theta @ torch.linalg.inv(anchors.white), k) @ anchors.white
         groups = _linked(torch.cdist(theta, theta) < (self.delta or 0) / 2)
         if len(groups) != k:
             raise ValueError(
@@ -366,33 +367,6 @@ class MomentDescent(Start):
         if float(values[0]) <= COLLINEAR:
             raise ValueError(f"MomentDescent: {_degenerate(vectors[:, 0], rows, len(cohort))}")
         return (vectors / values.sqrt()) @ vectors.T / scale
-
-
-def lloyd(points: Tensor, k: int) -> Tensor:
-    """K centres of points (h, d): farthest-first from every point in turn, then Lloyd's iteration; the best of all.
-
-    Example:
-        >>> lloyd(torch.tensor([[0.0], [0.2], [5.0], [9.0]]), 3).flatten().sort().values
-        tensor([0.1000, 5.0000, 9.0000])
-    """
-    found = [_refined(points, _farthest_first(points, k, first)) for first in range(len(points))]
-    return min(found, key=lambda centres: float(torch.cdist(points, centres).amin(1).square().sum()))
-
-
-def _farthest_first(points: Tensor, k: int, first: int) -> Tensor:
-    taken = [first]
-    while len(taken) < k:
-        taken.append(int(torch.cdist(points, points[taken]).amin(1).argmax()))
-    return points[taken]
-
-
-def _refined(points: Tensor, centres: Tensor) -> Tensor:
-    label = None
-    while label is None or not torch.equal(label, torch.cdist(points, centres).argmin(1)):
-        label = torch.cdist(points, centres).argmin(1)
-        own = (label[:, None] == torch.arange(len(centres))).to(points)
-        centres = torch.where(own.sum(0)[:, None] > 0, own.T @ points / own.sum(0)[:, None].clamp(min=1), centres)
-    return centres
 
 
 def _linked(close: Tensor) -> Tensor:

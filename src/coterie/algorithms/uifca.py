@@ -222,7 +222,11 @@ class UIFCA(PointAlgorithm):
     def _counted(self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
         """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
         own = self._members(label, local.data)
-        update: dict[str, Any] = {"sizes": own.sum(2), "moved": ((label != before) * local.data.mask).sum(1), "loss": loss}
+        update: dict[str, Any] = {
+            "sizes": own.sum(2),
+            "moved": ((label != before) * local.data.mask).sum(1),
+            "loss": loss,
+        }
         if isinstance(about, Tensor):
             x = local.data.x.flatten(1) - about
             update["first"] = own @ x
@@ -267,7 +271,11 @@ class UIFCA(PointAlgorithm):
         if isinstance(about, Tensor):
             second = found["second"].unflatten(0, (self.restarts, self.k, -1))
             moments = Moments(found["sizes"].double(), found["first"].double(), second.double(), about)
-        settled = self.shrink & (found["moved"] <= SETTLED * points) if before else torch.zeros(self.restarts, dtype=torch.bool)
+        settled = (
+            self.shrink & (found["moved"] <= SETTLED * points)
+            if before
+            else torch.zeros(self.restarts, dtype=torch.bool)
+        )
         return State(
             theta=theta,
             moments=moments,

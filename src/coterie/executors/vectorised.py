@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
 from coterie.executors.store import Store, free_memory
-from coterie.tree import leaves, stack, take, tree_map
+from coterie.tree import leaves, take, tree_map
 
 PADDING = 1.25  # clients share a chunk only if none is padded by more than this
 SHARE = 0.4  # of the free memory, for one chunk
