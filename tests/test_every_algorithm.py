@@ -10,6 +10,7 @@ import torch
 
 import coterie as ct
 from coterie.algorithms import ALGORITHMS
+from coterie.algorithms.base import PointAlgorithm
 from coterie.client import ClientStep
 from coterie.config import build_algorithm, describe
 from coterie.executors import EXECUTORS
@@ -47,6 +48,12 @@ VARIANTS = {
     "soft": {"soft": True},
     "soft_prox": {"soft": True, "refine": "fedprox", "temperature": 0.5},
     "as_printed": {"refine": "fedavg", "normalise": "all", "fraction": 0.5},
+    "given_number": {"local": 2, "weighted": True},
+    "by_steps": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3},
+    "renewed": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3, "batch": 4, "renew": True},
+    "from_random": {"init": "random", "shrink": False, "restarts": 2},
+    "from_kfed": {"init": "kfed", "shrink": True, "restarts": 1},
+    "disturbed": {"init": ct.Disturbed(0.5), "shrink": True, "restarts": 2},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
 }
 
@@ -59,7 +66,9 @@ def make(name, **settings):
 @pytest.fixture
 def problems(task, ragged, regression):
     """A task and a federation that suit each algorithm."""
-    return {cls: regression if cls is ct.MixedRegression else (task, ragged) for cls in ALGORITHMS.values()}
+    points = ct.Task.density(ct.models.AffineFlow(64)), ragged
+    own = {ct.MixedRegression: regression, ct.KFED: (ct.Task.distance(), ragged), ct.UIFCA: points}
+    return {cls: own.get(cls, (task, ragged)) for cls in ALGORITHMS.values()}
 
 
 @pytest.fixture
@@ -164,7 +173,7 @@ def test_renumbering_clients_renumbers_labels(name, problem):
 def test_one_cluster_is_fedavg(name, problem):
     task, federation = problem
     fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
-    if "k" not in fields:
+    if "k" not in fields or issubclass(ALGORITHMS[name], PointAlgorithm):
         return
     single = make(name, k=1, init="random")
     one = rounds_of(single, cohort_of(federation, task), 3)[0]

@@ -9,13 +9,15 @@ from typing import Any, get_type_hints
 
 from coterie.algorithms import ALGORITHMS
 from coterie.algorithms.base import Algorithm
-from coterie.algorithms.starts import STARTS, Start
+from coterie.algorithms.starts import STARTS
+from coterie.algorithms.uifca import Disturbed
 from coterie.data import CHANGES, DATASETS
 from coterie.federation import Federation
 from coterie.models import MODELS
 from coterie.settings import check_type, nearest_name, to_plain, validate
 from coterie.task import Task
 
+INITS = {**STARTS, "disturbed": Disturbed}  # what an algorithm may start from that has settings of its own
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations")
 TASKS = {
     "classifier": Task.classifier,
@@ -40,8 +42,8 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
     name = next((n for n, c in ALGORITHMS.items() if c is type(algorithm)), type(algorithm).__name__)
     table = {"name": name, **to_plain(algorithm)}
     init = getattr(algorithm, "init", None)
-    if isinstance(init, Start):
-        named = next((n for n, c in STARTS.items() if c is type(init)), type(init).__name__)
+    if type(init) in INITS.values():
+        named = next(n for n, c in INITS.items() if c is type(init))
         table["init"] = {"name": named, **to_plain(init)}
     elif init is not None and not isinstance(init, str):
         table["init"] = "given"
@@ -53,7 +55,7 @@ def build_algorithm(table: dict[str, Any]) -> Algorithm:
     cls, values = _named(table, ALGORITHMS, "algorithm")
     _known(values, [f.name for f in dataclasses.fields(cls)], "algorithm")
     if isinstance(values.get("init"), dict):
-        start, settings = _named(values["init"], STARTS, "algorithm.init")
+        start, settings = _named(values["init"], INITS, "algorithm.init")
         _known(settings, [f.name for f in dataclasses.fields(start)], "algorithm.init")
         values["init"] = start(**settings)
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _required(f)]

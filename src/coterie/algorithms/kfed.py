@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from coterie.algorithms.base import PointAlgorithm, Report
 from coterie.algorithms.kmeans import distances, kmeans, lloyd, members, seeded
@@ -79,7 +80,7 @@ class KFED(PointAlgorithm):
         real = sizes > 0
         if int(real.sum()) < self.k:
             raise ValueError(
-                f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; a larger local helps"
+                f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; a larger local finds more"
             )
         points = centres[real].cpu().double()
         found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
@@ -140,8 +141,8 @@ class KFED(PointAlgorithm):
 
     def _clustered(self, x: Tensor, mask: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best of several k-means: k′ centres, filled up to k with some that have no points; and their spread."""
-        found = torch.stack([lloyd(x, mask, seeded(x, mask, u), self.steps) for u in uniform.unbind()])
-        spreads = torch.stack([(distances(x, c).amin(1) * mask).sum() / mask.sum() for c in found.unbind()])
+        found = vmap(lambda u: lloyd(x, mask, seeded(x, mask, u), self.steps))(uniform)
+        spreads = vmap(lambda c: (distances(x, c).amin(1) * mask).sum() / mask.sum())(found)
         best = spreads.argmin().reshape(1)
         centres, spread = found.index_select(0, best)[0], spreads.index_select(0, best)[0]
         sizes = members(x, mask, centres).sum(0)

@@ -1,10 +1,10 @@
 """Covariances of clusters from federated sums, shrunk by as much as they are likely to have overfitted.
 
-A cluster's covariance has d² numbers. If it is fitted to few points, wrongly assigned ones among them, each of its points
-is likelier under it than a point of the same kind that was not there: so wrong assignments freeze. The cure is Ledoit
-and Wolf's: a covariance S of n points is replaced by (1 - λ)S + λT, with λ the expected squared error of S over its
-squared distance from T. T is what all clusters have in common, their mean covariance, which is itself shrunk towards
-a multiple of the identity.
+A cluster's covariance has d² numbers. If it is fitted to few points, wrongly assigned ones among them, each of these is
+likelier under it than a point of the same kind that was not there: so wrong assignments freeze. The cure is Ledoit and
+Wolf's: a covariance S of n points is replaced by (1 - λ)S + λT, with λ the expected squared error of S over its squared
+distance from T. T is what all clusters have in common, their mean covariance, which is itself shrunk towards a
+multiple of the identity.
 
 A Well-Conditioned Estimator for Large-Dimensional Covariance Matrices
     Olivier Ledoit, Michael Wolf. Journal of Multivariate Analysis 88, 2004.
@@ -21,7 +21,7 @@ from torch import Tensor
 class Moments(NamedTuple):
     """Sums over the points of every cluster, about a common point."""
 
-    count: Tensor  # (…, k)
+    number: Tensor  # (…, k)
     first: Tensor  # (…, k, d)
     second: Tensor  # (…, k, d, d)
     about: Tensor  # (d,)
@@ -35,15 +35,15 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
         shrinks: Where to shrink (…).
         ridge: Added to all variances, as a part of their mean.
     """
-    count = moments.count.clamp(min=1)[..., None]
+    count = moments.number.clamp(min=1)[..., None]
     mean = moments.first / count
     own = moments.second / count[..., None] - mean[..., :, None] * mean[..., None, :]
-    points = moments.count.sum(-1)
-    common = (moments.count[..., None, None] * own).sum(-3) / points[..., None, None]
+    points = moments.number.sum(-1)
+    common = (moments.number[..., None, None] * own).sum(-3) / points[..., None, None]
     eye = torch.eye(own.shape[-1], dtype=own.dtype)
     scale = _trace(common)[..., None, None] / own.shape[-1] * eye
     target = _shrunk(common, scale, points)
-    shrunk = _shrunk(own, target[..., None, :, :].expand_as(own), moments.count.clamp(min=1))
+    shrunk = _shrunk(own, target[..., None, :, :].expand_as(own), moments.number.clamp(min=1))
     chosen = torch.where(shrinks[..., None, None, None], shrunk, own)
     return mean + moments.about.cpu().double(), chosen + ridge * scale[..., None, :, :]
 

@@ -222,11 +222,8 @@ class UIFCA(PointAlgorithm):
     def _counted(self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
         """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
         own = self._members(label, local.data)
-        update: dict[str, Any] = {
-            "sizes": own.sum(2),
-            "moved": ((label != before) * local.data.mask).sum(1),
-            "loss": loss,
-        }
+        moved = ((label != before) * local.data.mask).sum(1)
+        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss}
         if isinstance(about, Tensor):
             x = local.data.x.flatten(1) - about
             update["first"] = own @ x
@@ -271,18 +268,16 @@ class UIFCA(PointAlgorithm):
         if isinstance(about, Tensor):
             second = found["second"].unflatten(0, (self.restarts, self.k, -1))
             moments = Moments(found["sizes"].double(), found["first"].double(), second.double(), about)
-        settled = (
-            self.shrink & (found["moved"] <= SETTLED * points)
-            if before
-            else torch.zeros(self.restarts, dtype=torch.bool)
-        )
+        settled = torch.zeros(self.restarts, dtype=torch.bool)
+        if before and self.shrink:
+            settled = before.shrinks | (found["moved"] <= SETTLED * points)
         return State(
             theta=theta,
             moments=moments,
             sizes=found["sizes"],
             moved=found["moved"],
             quality=(found["loss"] / points).nan_to_num(nan=torch.inf),
-            shrinks=settled | before.shrinks if before else settled,
+            shrinks=settled,
             clients=cohort.population,
             round=before.round + 1 if before else 0,
         )

@@ -21,6 +21,7 @@ from coterie.data.synthetic import linear_mixture
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
-    "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels", "permuted_digits",
-    "quantity_skew", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "subspace_clusters", "swap_labels",
+    "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels",
+    "permuted_digits", "quantity_skew", "regression_truth", "rotate", "rotated_digits", "rotated_mnist",
+    "subspace_clusters", "swap_labels",
 ]  # fmt: skip
