@@ -37,3 +37,11 @@ def regression():
         k=3, d=4, seed=1, anchors=6, anchor_rows=40, pairs=14, rest=20, rest_rows=(1, 3, 6, 11)
     )
     return ct.Task.regressor(ct.models.Linear(4, 1)), federation
+
+
+@pytest.fixture(scope="session")
+def points():
+    """Eight clients of very unequal size with points of three clusters, half of each client's of one."""
+    whole = ct.data.gaussian_clusters(k=3, p=0.5, seed=2, clients=8, points=120, d=6, separation=6.0)
+    rows = [(x[: 20 + 14 * i].flip(0), y[: 20 + 14 * i].flip(0)) for i in range(8) for x, y in [whole.train.client(i)]]
+    return Federation.from_clients(rows)

@@ -130,7 +130,7 @@ class PointScorer:
             each = vmap(lambda t: task.score(t, local.data))(theta).T  # (n, k)
             true = local.data.y[:, None] == torch.arange(self.groups, device=label.device)
             note = {"table": own.T @ true.to(own), "score": (each * own).nan_to_num().sum() / rows}
-            return Reply((), rows, own.sum(0).argmax(), note)
+            return Reply((), rows, torch.zeros((), dtype=torch.long), note)
 
         return ClientStep(run, inner.draw)
 
@@ -159,7 +159,7 @@ def evaluate(
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
     aside = cohort.uncharged()
     if isinstance(algorithm, PointAlgorithm):
-        return _points(algorithm, state, aside.on("test"))
+        return _points(algorithm, state, aside, choose_on)
     labels = algorithm.place(state, aside.on(choose_on))
     if along == "leaf":
         note = aside.on("test").gather(Scorer().score, algorithm.models(state), rows=labels).note
@@ -192,8 +192,9 @@ def _along(tree: ParameterTree | None, labels: Tensor, cohort: Cohort, along: Al
     return note
 
 
-def _points(algorithm: PointAlgorithm, state: Any, cohort: Cohort) -> PointScores:
+def _points(algorithm: PointAlgorithm, state: Any, everybody: Cohort, choose_on: str) -> PointScores:
     """Points choose their cluster and are scored there; they have no labels that could be kept from the choice."""
+    cohort = everybody.on("test")
     y = cohort.federation.split(cohort.part).y
     known = not y.is_floating_point() and y.dim() == 1 and bool((y >= 0).all())
     reply = cohort.gather(PointScorer(algorithm, int(y.max()) + 1 if known else 0).score, algorithm.models(state))
@@ -201,9 +202,9 @@ def _points(algorithm: PointAlgorithm, state: Any, cohort: Cohort) -> PointScore
     return PointScores(
         metric=cohort.task.metric,
         per_client=score,
-        labels=reply.slot.cpu().numpy(),
+        labels=algorithm.place(state, everybody.on(choose_on)).numpy(),
         groups=None,
         loss=score,
-        chosen_on=cohort.part,
+        chosen_on=choose_on,
         tables=reply.note["table"].long().cpu().numpy() if known else None,
     )

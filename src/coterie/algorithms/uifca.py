@@ -225,7 +225,8 @@ class UIFCA(PointAlgorithm):
         moved = ((label != before) * local.data.mask).sum(1)
         update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss}
         if isinstance(about, Tensor):
-            x = local.data.x.flatten(1) - about
+            x = (local.data.x.flatten(1) - about).double()  # a covariance is a small difference of such sums
+            own = own.double()
             update["first"] = own @ x
             left = own.flatten(0, 1).T[:, :, None] * x[:, None]  # (n, r·k, d)
             update["second"] = Outer(left.flatten(1), x)
