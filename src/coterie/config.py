@@ -70,8 +70,12 @@ def build_task(table: dict[str, Any]) -> Task:
     """The task that a table describes: `kind` and a `model` table of `name` and `sizes`."""
     _known(table, ["kind", "model"], "task")
     kind = table.get("kind", "classifier")
+    if kind == "distance":  # of points to centres, which have no model
+        return Task.distance()
     if kind not in TASKS:
-        raise ValueError(f"[task] kind must be {' or '.join(TASKS)}, got {kind!r}{nearest_name(str(kind), TASKS)}")
+        raise ValueError(
+            f"[task] kind must be {' or '.join([*TASKS, 'distance'])}, got {kind!r}{nearest_name(str(kind), TASKS)}"
+        )
     if not isinstance(table.get("model"), dict):
         raise ValueError('[task] needs a model, such as model = { name = "mlp", sizes = [64, 32, 10] }')
     model, values = _named(table["model"], MODELS, "task.model")

@@ -77,9 +77,14 @@ class PointScores(Scores):
     tables: np.ndarray | None = None
 
     @property
+    def table(self) -> np.ndarray:
+        """The sum of all clients' tables (k, g)."""
+        return np.zeros((0, 0), dtype=np.int64) if self.tables is None else self.tables.sum(0)
+
+    @property
     def clustering(self) -> dict[str, float]:
         """The clusters of all points against the true ones: ari, nmi, purity, matched."""
-        return {} if self.tables is None else metrics.of_table(self.tables.sum(0))
+        return {} if self.tables is None else metrics.of_table(self.table)
 
     @property
     def clustering_per_client(self) -> list[dict[str, float]]:

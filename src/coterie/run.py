@@ -18,7 +18,7 @@ from coterie import snapshot
 from coterie.algorithms.base import Algorithm, PointAlgorithm, Report
 from coterie.cohort import Cohort
 from coterie.config import describe
-from coterie.evaluate import Along, Scores, evaluate
+from coterie.evaluate import Along, PointScores, Scores, evaluate
 from coterie.executors import find_device, find_executor
 from coterie.federation import Array, Federation
 from coterie.key import Key
@@ -402,6 +402,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "labels": run.labels.tolist(),
         "ids": list(names) if names else None,
         "groups": None if run.scores.groups is None else run.scores.groups.tolist(),
+        "table": run.scores.table.tolist() if isinstance(run.scores, PointScores) else None,
         "tree": None if (tree := run.algorithm.tree(run.state)) is None else tree.outline(),
         "seconds": sum(row["seconds"] for row in run.history),
         "bytes_down": sum(row["bytes_down"] for row in run.history),

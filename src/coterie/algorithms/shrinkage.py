@@ -3,8 +3,8 @@
 A cluster's covariance has d² numbers. If it is fitted to few points, wrongly assigned ones among them, each of these is
 likelier under it than a point of the same kind that was not there: so wrong assignments freeze. The cure is Ledoit and
 Wolf's: a covariance S of n points is replaced by (1 - λ)S + λT, with λ the expected squared error of S over its squared
-distance from T. T is what all clusters have in common, their mean covariance, which is itself shrunk towards a
-multiple of the identity.
+distance from T. T is what all clusters have in common, their mean covariance, which is itself shrunk towards its
+diagonal. All columns are first brought to the same scale.
 
 A Well-Conditioned Estimator for Large-Dimensional Covariance Matrices
     Olivier Ledoit, Michael Wolf. Journal of Multivariate Analysis 88, 2004.
@@ -40,12 +40,14 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
     own = moments.second / count[..., None] - mean[..., :, None] * mean[..., None, :]
     points = moments.number.sum(-1)
     common = (moments.number[..., None, None] * own).sum(-3) / points[..., None, None]
-    eye = torch.eye(own.shape[-1], dtype=own.dtype)
-    scale = _trace(common)[..., None, None] / own.shape[-1] * eye
-    target = _shrunk(common, scale, points)
-    shrunk = _shrunk(own, target[..., None, :, :].expand_as(own), moments.number.clamp(min=1))
-    chosen = torch.where(shrinks[..., None, None, None], shrunk, own)
-    return mean + moments.about.cpu().double(), chosen + ridge * scale[..., None, :, :]
+    scale = common.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)  # a column that is constant stays as it is
+    by = scale[..., :, None] * scale[..., None, :]
+    target = _shrunk(common / by, torch.diag_embed((common / by).diagonal(dim1=-2, dim2=-1)), points)
+    shrunk = _shrunk(own / by[..., None, :, :], target[..., None, :, :].expand_as(own), moments.number.clamp(min=1))
+    chosen = torch.where(shrinks[..., None, None, None], shrunk * by[..., None, :, :], own)
+    thickened = ridge * _trace(common)[..., None, None] / own.shape[-1] * torch.eye(own.shape[-1], dtype=own.dtype)
+    return mean + moments.about.cpu().double(), chosen + thickened[..., None, :, :]
 
 
 def _shrunk(own: Tensor, target: Tensor, count: Tensor) -> Tensor:

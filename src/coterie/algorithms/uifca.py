@@ -307,7 +307,9 @@ class UIFCA(PointAlgorithm):
 
 
 def _best(state: State) -> int:
-    return int(state.quality.argmin())
+    """The restart of the greatest likelihood; those that shrink come first, for without it likelihoods are higher."""
+    first = state.shrinks if bool(state.shrinks.any()) else torch.ones_like(state.shrinks)
+    return int(state.quality.masked_fill(~first, torch.inf).argmin())
 
 
 def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:

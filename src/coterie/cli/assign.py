@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coterie import snapshot
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import Algorithm, PointAlgorithm
 from coterie.config import build_algorithm, build_task
 from coterie.federation import Federation
 from coterie.record import read_checkpoint, read_config, read_result
@@ -24,6 +24,8 @@ log = logging.getLogger("coterie")
 def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     """The cluster of every client in a file: a dict of client, rows, cluster."""
     algorithm, task, state = restored(run)
+    if isinstance(algorithm, PointAlgorithm):
+        raise ValueError(f"{run}: {type(algorithm).__name__} groups points, not clients; in Python, run.assign(x) does")
     kind = read_config(run)["task"]["kind"]
     clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
     clients.check(task)
@@ -38,7 +40,9 @@ def restored(run: Path) -> tuple[Algorithm, Task, Any]:
     """The algorithm, the task and the last state of a finished run."""
     read_result(run)  # says so if the run is not finished
     config = read_config(run)
-    if "model" not in config["task"] or config["algorithm"].get("init") == "given":
+    if ("model" not in config["task"] and config["task"]["kind"] != "distance") or config["algorithm"].get(
+        "init"
+    ) == "given":
         raise ValueError(f"{run} was trained from Python on a model of its own; use the run that fit() returned there")
     algorithm, task = build_algorithm(config["algorithm"]), build_task(config["task"])
     content, damaged = read_checkpoint(run, snapshot.named_tuples(type(algorithm)))

@@ -39,17 +39,7 @@ def show(path: Path) -> None:
     info = summary(path)
     result, config = info["result"], info["config"]
     console.print(_run_line(info))
-    table = _table("cluster", ">clients", f">{result['metric']}", "true groups")
-    found = sorted(set(result["labels"]))
-    for j in found[:40]:
-        members = [i for i, label in enumerate(result["labels"]) if label == j]
-        true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
-        score = result["per_cluster"].get(str(j))  # none if no member has test rows
-        told = ", ".join(f"{g} ({n})" for g, n in true)
-        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", told)
-    if len(found) > 40:
-        console.print(f"(the first 40 of {len(found)} clusters)")
-    console.print(table)
+    console.print(_points(result["table"]) if result.get("table") else _clients(result))
     if result.get("tree"):
         console.print("\n".join(drawn(result["tree"])) + "\n", highlight=False)
     history = read_history(path)
@@ -89,6 +79,29 @@ def compare(paths: list[Path]) -> None:
             f"{r['seconds']:.2f}",
         )  # fmt: skip
     console.print(table)
+
+
+def _clients(result: dict[str, Any]) -> Table:
+    """Every cluster with its clients, and how many of each true group there are among them."""
+    found = sorted(set(result["labels"]))
+    more = f" (the first 40 of {len(found)})" if len(found) > 40 else ""
+    table = _table(f"cluster{more}", ">clients", f">{result['metric']}", "true groups")
+    for j in found[:40]:
+        members = [i for i, label in enumerate(result["labels"]) if label == j]
+        true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
+        score = result["per_cluster"].get(str(j))  # none if no member has test rows
+        told = ", ".join(f"{g} ({n})" for g, n in true)
+        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", told)
+    return table
+
+
+def _points(counts: list[list[int]]) -> Table:
+    """Every cluster with its points, and how many of each true one there are among them."""
+    table = _table("cluster", ">points", "true clusters")
+    for j, row in enumerate(counts):
+        told = ", ".join(f"{g} ({n})" for g, n in Counter(dict(enumerate(row))).most_common(4) if n)
+        table.add_row(str(j), str(sum(row)), told)
+    return table
 
 
 def demo(rows: list[dict[str, Any]], out: Path) -> None:

@@ -1,0 +1,133 @@
+"""Methods that group points: k-FED and UIFCA."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import coterie as ct
+from coterie.algorithms.kfed import KFED
+from coterie.algorithms.shrinkage import Moments, covariances
+from coterie.executors import EXECUTORS
+from coterie.federation import Federation
+from coterie.key import Key
+from coterie.tree import stack
+
+
+def flow(d=32):
+    return ct.Task.density(ct.models.AffineFlow(d))
+
+
+def two_gaussians(points, seed, d=32, separation=1.0):
+    """The two overlapping clusters of the report's Figure 4.6, and the accuracy of the Bayes rule."""
+    federation = ct.data.gaussian_clusters(
+        k=2, p=0.0, seed=seed, clients=2, points=points // 2, d=d, separation=separation
+    )
+    x, y = federation.train.x, federation.train.y
+    centres = stack([x[y == j].mean(0) for j in range(2)])
+    apart = float((centres[0] - centres[1]).norm())
+    return federation, 0.5 * (1 + math.erf(apart / 2 / 2**0.5))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("make", [ct.data.gaussian_clusters, ct.data.subspace_clusters])
+def test_the_clusters_are_found_whatever_the_heterogeneity(make, p):
+    federation = make(k=4, p=p, seed=3)
+    run = ct.fit(ct.UIFCA(k=4), flow(), federation, rounds=20, evaluations=1)
+    assert run.purity == 1.0 and run.ari == 1.0
+    kfed = ct.fit(ct.KFED(k=4), None, federation, rounds=5)
+    assert len(kfed.history) == 1  # one exchange
+    assert kfed.purity == 1.0 if make is ct.data.gaussian_clusters else kfed.purity < 0.5
+
+
+@pytest.mark.parametrize("points", [400, 800])
+def test_shrinking_frees_wrongly_assigned_points(points):
+    """The open problem of Section 4.3: from a quarter of wrong labels to within a point of the Bayes rule."""
+    ends = {}
+    for shrink in (False, True):
+        algorithm = ct.UIFCA(
+            k=2, init=ct.Disturbed(0.5), restarts=1, shrink=shrink
+        )  # half are drawn anew: a quarter wrong
+        runs = [
+            ct.fit(algorithm, flow(), two_gaussians(points, seed)[0], rounds=30, evaluations=1) for seed in range(4)
+        ]
+        ends[shrink] = np.mean([run.purity for run in runs])
+    bayes = np.mean([two_gaussians(points, seed)[1] for seed in range(4)])
+    assert ends[True] > bayes - 0.01
+    assert ends[True] > ends[False] + 0.005
+
+
+def test_closed_form_and_gradient_steps_agree():
+    federation = ct.data.gaussian_clusters(k=2, p=0.5, seed=0, points=200, d=4)
+    labels = []
+    for closed in (True, False):
+        algorithm = ct.UIFCA(k=2, init="kfed", restarts=1, shrink=False, closed=closed, tau=60, steps=20, lr=0.01)
+        run = ct.fit(algorithm, flow(4), federation, rounds=3, evaluations=1)
+        labels.append(run.assign(federation.train.x))
+    assert np.array_equal(*labels)
+
+
+def test_new_points_are_labelled_without_the_federation():
+    federation = ct.data.gaussian_clusters(k=3, seed=1, points=300)
+    run = ct.fit(ct.UIFCA(k=3), flow(), federation, rounds=10, evaluations=1)
+    new = ct.data.gaussian_clusters(k=3, seed=1, points=300, sigma=0.5).train
+    found = run.assign(new.x)
+    assert found.shape == (900,)
+    assert np.array_equal(found, run.assign(federation.train.x))  # the same points, nearer to their centres
+
+
+def test_shrinkage_is_that_of_ledoit_and_wolf():
+    mix = torch.tensor([[3.0, 2, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]])
+    x = torch.randn(200, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) @ mix.double()
+    moments = Moments(torch.tensor([200.0]), x.sum(0)[None], (x.T @ x)[None], torch.zeros(5))
+    plain, shrunk = (covariances(moments, torch.tensor(s), 0.0)[1][0] for s in (False, True))
+    sample = torch.cov(x.T, correction=0)
+    assert torch.allclose(plain, sample)
+    by = sample.diagonal().sqrt()[:, None] * sample.diagonal().sqrt()
+    scaled = sample / by
+    error = (scaled.trace() ** 2 + scaled.square().sum()) / 200
+    share = min(1.0, float(error / (scaled - torch.eye(5)).square().sum()))
+    expected = ((1 - share) * scaled + share * torch.eye(5)) * by
+    assert 0 < share < 1 and torch.allclose(shrunk, expected)  # of one cluster, S is what all have in common
+
+
+def test_a_flow_from_moments_is_the_gaussian():
+    mean, root = torch.tensor([1.0, -2.0]), torch.tensor([[2.0, 0.0], [1.0, 0.5]])
+    params = ct.models.AffineFlow.from_moments(mean, root @ root.T)
+    x = torch.randn(7, 2, generator=torch.Generator().manual_seed(0))
+    flow = ct.models.AffineFlow(2)
+    flow.load_state_dict(params)
+    expected = torch.distributions.MultivariateNormal(mean, root @ root.T).log_prob(x)
+    assert torch.allclose(flow(x), expected, atol=1e-5)
+
+
+def test_a_client_with_one_cluster_looks_for_one():
+    federation = ct.data.gaussian_clusters(k=4, p=1.0, seed=0, points=100)
+    cohort = EXECUTORS["vectorised"](federation, ct.Task.distance(), Key.of(0), torch.device("cpu"))
+    reply = cohort.gather(KFED(4).cluster, ())
+    assert (reply.update["sizes"] > 0).sum(1).tolist() == [1, 1, 1, 1]
+
+
+def test_constant_columns_do_no_harm():
+    made = ct.data.gaussian_clusters(k=2, seed=0, points=200, d=6)
+    constant = made.map(lambda i, x, y: (torch.cat([x, torch.full((len(x), 1), 7.0)], 1), y))
+    assert ct.fit(ct.UIFCA(k=2), flow(7), constant, rounds=10, evaluations=1).purity == 1.0
+
+
+def test_bad_input_is_named():
+    tiny = Federation.from_clients([(torch.ones(1, 2), torch.zeros(1, dtype=torch.long))] * 3)
+    with pytest.raises(ValueError, match="KFED: k must be at most the number of points of all clients, 3, got 4"):
+        ct.fit(ct.KFED(k=4), None, tiny, rounds=1)
+    with pytest.raises(ValueError, match="UIFCA: k must be at most the number of points of all clients, 3, got 4"):
+        ct.fit(ct.UIFCA(k=4), flow(2), tiny, rounds=1)
+    with pytest.raises(ValueError, match="KFED: local is 2, but client 0 has 1 points; local=None lets it"):
+        ct.fit(ct.KFED(k=2, local=2), None, tiny, rounds=1)
+    with pytest.raises(ValueError, match="AffineFlow does not take rows of shape"):
+        ct.fit(ct.UIFCA(k=2), flow(9), tiny, rounds=1)
+    with pytest.raises(ValueError, match="fit: IFCA needs a task"):
+        ct.fit(ct.IFCA(k=2), None, tiny, rounds=1)
+    with pytest.raises(ValueError, match="p must be between 0 and 1, got 2"):
+        ct.data.gaussian_clusters(p=2)
+    with pytest.raises(ValueError, match="subspace must be 1 to d = 4, got 5"):
+        ct.data.subspace_clusters(d=4, subspace=5)
