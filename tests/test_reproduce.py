@@ -133,3 +133,9 @@ def test_new_clients_find_their_group(tmp_path):
 def test_cfl_splits_swapped_labels(tmp_path):
     cfl, alone = quick("cfl-mnist", tmp_path)["rows"]
     assert cfl["all groups"] == "1 of 1" and cfl["ours"] > alone["ours"] + 5
+
+
+def test_uifca_groups_points_that_kfed_cannot(tmp_path):
+    found = {(r["data"], r["method"]): r["purity"] for r in quick("uifca-table41", tmp_path)["rows"]}
+    assert found["Gaussian, K = 3", "UIFCA"] == found["Gaussian, K = 3", "k-FED"] == 100
+    assert found["subspaces, K = 3", "UIFCA"] == 100 and found["subspaces, K = 3", "k-FED"] < 60
