@@ -138,7 +138,8 @@ class UIFCA(PointAlgorithm):
                 own = kfed.run(sent["centres"], local._replace(draws=local.draws["kfed"])).note["label"]
                 first = torch.arange(self.restarts, device=own.device)[:, None] < self._by_kfed
                 label = torch.where(first, own, label)
-            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, torch.zeros(self.restarts))
+            nothing = local.data.mask.new_zeros(self.restarts)
+            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             g = key.fold(_LABELS).generator()
