@@ -42,7 +42,7 @@ def test_losses_by_hand():
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "layer '1' (BatchNorm1d) keeps buffers"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "layer '1' (BatchNorm1d) mixes the rows of a batch"),
         (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)), "layer '1' (BatchNorm1d)"),
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "layer '1' (Dropout) draws random numbers"),
     ],

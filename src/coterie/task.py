@@ -47,6 +47,7 @@ class Task:
             `coterie.features`. None for other tasks.
         from_moments: `from_moments(mean, covariance)` are the likeliest parameters of a density that has a closed form;
             None for others.
+        location: Names of a density's parameters that say where its rows lie rather than how they are spread.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `coterie.tree.stack` makes them, and its loss and score are those of the models' mixed output: the mean
             of the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
@@ -68,6 +69,7 @@ class Task:
     split: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
     features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
+    location: tuple[str, ...] = ()
     ensemble: Callable[[], Task] = field(default=_no_ensemble, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
@@ -114,7 +116,10 @@ class Task:
 
     @classmethod
     def density(cls, module: nn.Module) -> Task:
-        """Negative log-likelihood for a module that returns one log-likelihood per row; y plays no part in it."""
+        """Negative log-likelihood for a module that returns one log-likelihood per row; y plays no part in it.
+
+        A module may have a function `from_moments` and names of parameters in `location`: see the attributes.
+        """
         task = cls.from_module(
             module,
             loss=_surprise,
@@ -124,7 +129,9 @@ class Task:
             mix=lambda outs: outs.logsumexp(0) - math.log(len(outs)),
             spec={"kind": "density", **_spec(module)},
         )
-        return replace(task, from_moments=getattr(module, "from_moments", None))
+        return replace(
+            task, from_moments=getattr(module, "from_moments", None), location=tuple(getattr(module, "location", ()))
+        )
 
     @classmethod
     def distance(cls) -> Task:
@@ -161,18 +168,20 @@ class Task:
             spec: A plain description, for the run folder.
 
         Raises:
-            ValueError: The module holds state that is not a parameter (BatchNorm), or draws random numbers (Dropout),
-                or has a layer that cannot be drawn anew.
+            ValueError: The module mixes the rows of a batch (BatchNorm), or draws random numbers (Dropout), or has a
+                layer that cannot be drawn anew. Buffers are taken as constants; `check` refuses those that change.
         """
         build = _builder(module)
-        skeleton = build().to("meta")
-        _refuse(skeleton)
+        template = build(0)
+        _refuse(template)
+        constants = _Constants(template)
+        skeleton = template.to("meta")
 
         def init(key: Key) -> Params:
             return {name: p.detach().clone() for name, p in build(key.seed()).named_parameters()}
 
         def forward(params: Params, data: Data) -> Tensor:
-            return functional_call(skeleton, params, (data.x,))
+            return functional_call(skeleton, {**params, **constants.on(data.x.device)}, (data.x,))
 
         def mixed(params: Params, data: Data) -> Tensor:
             models = len(leaves(params)[0])
@@ -188,14 +197,15 @@ class Task:
             )
 
         def verify(rows: Data) -> str | None:
+            module = build(0)
             try:
                 with torch.no_grad():
-                    out = build()(rows.x[:1].cpu())
+                    out = module(rows.x[:1].cpu())
             except (RuntimeError, ValueError, IndexError, TypeError):
                 return (
                     f"{_name(skeleton)} does not take rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
                 )
-            return check(out, rows.y)
+            return constants.changed(module) or check(out, rows.y)
 
         return cls(
             init=init,
@@ -243,12 +253,33 @@ def _leaving_the_generator_alone(build: Callable[[], nn.Module]) -> Callable[...
     return quiet
 
 
+class _Constants:
+    """A module's buffers, of which a federation assumes that they never change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._on = {torch.device("cpu"): {name: x.detach().clone() for name, x in module.named_buffers()}}
+
+    def on(self, device: torch.device) -> Params:
+        """The buffers on a device, brought there once."""
+        if device not in self._on:
+            self._on[device] = {name: x.to(device) for name, x in self._on[torch.device("cpu")].items()}
+        return self._on[device]
+
+    def changed(self, module: nn.Module) -> str | None:
+        """Which buffer of a module has changed, if any."""
+        own = self.on(torch.device("cpu"))
+        for name, x in module.named_buffers():
+            if not torch.equal(x, own[name]):
+                return f"{_name(module)} changes its buffer '{name}', which a federation cannot average"
+        return None
+
+
 def _refuse(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         where = f"Task: layer '{name}' ({_name(layer)})" if name else f"Task: {_name(layer)}"
-        if list(layer.buffers(recurse=False)) or isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
-                f"{where} keeps buffers or mixes the rows of a batch, which a federation cannot average; "
+                f"{where} mixes the rows of a batch and keeps statistics of them, which a federation cannot average; "
                 "use GroupNorm or LayerNorm in place of BatchNorm"
             )
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from coterie.algorithms.base import PointAlgorithm, Report, each_nearest
+from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_out
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.shrinkage import Moments, covariances
 from coterie.algorithms.starts import Given
-from coterie.client import ClientStep, Local, Reply, each_start, local_update, minibatches
+from coterie.client import ClientStep, Local, Reply, adam_update, each_start, local_update
 from coterie.cohort import Cohort, slot_mean
 from coterie.key import Key
 from coterie.settings import setting
@@ -32,6 +32,9 @@ from coterie.task import Data, Task
 from coterie.tree import Outer, Params, stack, take, tree_map
 
 SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
+PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried, where there is no closed form
+HELD_OUT = 0.2  # of each client's points, to choose between them
+NOISE = 0.01  # by which the models of a restart differ at first
 _LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
 
 
@@ -44,6 +47,7 @@ class State(NamedTuple):
     moved: Tensor  # points that changed their cluster in the last assignment (r,)
     quality: Tensor  # mean loss of the points under the models they are assigned to (r,)
     shrinks: Tensor  # restarts that shrink (r,)
+    pull: Tensor  # how strongly, where there is no closed form (r,)
     clients: int
     round: int
 
@@ -69,12 +73,14 @@ class UIFCA(PointAlgorithm):
             and the others random; k state dicts assign by likelihood.
         restarts: Assignments that are run side by side; the one of the greatest likelihood is kept.
         shrink: Whether, once few points move, each model is shrunk towards what the clusters have in common, by as
-            much as it is likely to have overfitted.
+            much as it is likely to have overfitted: in closed form, or, for a model that names its `location`, by
+            as much as makes held-out points likeliest.
         ridge: Added to variances, as a part of the mean one.
         tau: τ, communication rounds of a cluster round, for models without a closed form.
         steps: M, gradient steps of a client in a communication round.
-        batch: N, points of a step, of which each model is trained on its own; None takes all.
+        batch: N, points of a step, out of those assigned to the model that takes it; None takes all.
         lr: η.
+        optimiser: "sgd", as the report has it, or "adam", whose moments begin anew in every communication round.
         renew: Whether models are drawn anew in every cluster round (Algorithm 4, line 3), or go on from the last.
         closed: Whether to use the closed form where the model has one.
 
@@ -95,6 +101,7 @@ class UIFCA(PointAlgorithm):
     steps: int = setting(10, low=1)
     batch: int | None = setting(None, low=1)
     lr: float = setting(0.01, low=0)
+    optimiser: Literal["sgd", "adam"] = "sgd"
     renew: bool = False
     closed: bool = True
 
@@ -118,6 +125,8 @@ class UIFCA(PointAlgorithm):
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
+        if cohort.task.location and bool(state.shrinks.any()) and not self._has_closed_form(cohort.task):
+            state = state._replace(pull=torch.where(state.shrinks, self._chosen(state, cohort), 0.0))
         theta = self._learnt(state, cohort)  # line 5
         about = state.moments.about if isinstance(state.moments, Moments) else ()
         sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
@@ -164,25 +173,43 @@ class UIFCA(PointAlgorithm):
         return ClientStep(run)
 
     def learn(self, task: Task) -> ClientStep:
-        """Algorithm 5 for all K models, each on the points that are assigned to it."""
+        """Algorithm 5 for all models that are sent (r·c·k, …), each on the points that are assigned to it.
+
+        For every restart there may be several candidates, c, for its k models.
+        """
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            own = self._members(self._kept(local), local.data)  # (r, k, n)
-            batches = local.draws["batches"] if self.batch else None
+            seen = 1 - sent["hold"] * (local.draws["held"] > 0)
+            own = self._candidates(self._members(self._kept(local), local.data) * seen, sent["theta"])
 
             def train(theta: Params, mask: Tensor) -> Params:
                 data = local.data._replace(mask=mask)
+                batches = self._subsets(mask, local.draws["rank"]) if self.batch else None  # line 4
+                if self.optimiser == "adam":
+                    return adam_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)
                 return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)[0]
 
-            end = vmap(train)(sent["theta"], own.flatten(0, 1))
-            slot = torch.arange(self.restarts * self.k, device=own.device)
-            return Reply(end, own.sum(2).flatten(), slot, {}, local.memory)
+            end = vmap(train)(sent["theta"], own)
+            slot = torch.arange(len(own), device=own.device)
+            return Reply(end, own.sum(1), slot, {}, local.memory)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
-            size = max(1, min(self.batch or n, n))
-            return {"batches": minibatches(n, size, self.steps, key.fold(_BATCHES, *when).generator())}
+            held = torch.zeros(n, dtype=torch.long).index_fill(0, hold_out(n, HELD_OUT, key)[0], 1)
+            return {"held": held, "rank": torch.randperm(n, generator=key.fold(_BATCHES, *when).generator())}
 
-        return ClientStep(run, draw if self.batch else None)
+        return ClientStep(run, draw)
+
+    def judge(self, task: Task) -> ClientStep:
+        """The loss of held-out points under the models that they are assigned to, for every candidate."""
+
+        def run(theta: Params, local: Local) -> Reply:
+            held = local.draws["held"] > 0
+            own = self._candidates(self._members(self._kept(local), local.data) * held, theta)
+            losses = vmap(lambda t: task.loss(t, local.data))(theta).nan_to_num(nan=torch.inf, posinf=torch.inf)
+            update = torch.where(own > 0, losses, 0.0).sum(1)
+            return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
+
+        return ClientStep(run, self.learn(task).draw)
 
     def points(self, task: Task) -> ClientStep:
         """Line 7 alone, for the models of one restart."""
@@ -238,6 +265,17 @@ class UIFCA(PointAlgorithm):
         """1 where a real point is in a cluster (r, k, n)."""
         return (label[:, None] == torch.arange(self.k, device=label.device)[:, None]) * data.mask
 
+    def _candidates(self, own: Tensor, theta: Params) -> Tensor:
+        """The members of all models that are sent (r·c·k, n), from those of every restart's clusters (r, k, n)."""
+        candidates = len(next(iter(theta.values()))) // (self.restarts * self.k)
+        return own[:, None].expand(-1, candidates, -1, -1).flatten(0, 2)
+
+    def _subsets(self, mask: Tensor, rank: Tensor) -> Tensor:
+        """Algorithm 5, line 4: rows of every step (M, N), out of the real ones in a random order, again and again."""
+        order = torch.where(mask > 0, rank, len(rank)).argsort()
+        place = torch.arange(self.steps * (self.batch or 1), device=mask.device) % mask.sum().long().clamp(min=1)
+        return order.index_select(0, place).reshape(self.steps, -1)
+
     def _kept(self, local: Local) -> Tensor:
         """The assignment that the client remembers (r, n); chunks may have padded it to another length."""
         n = len(local.data.mask)
@@ -247,7 +285,7 @@ class UIFCA(PointAlgorithm):
     # --- what the server does ------------------------------------------------------------------------------------
 
     def _learnt(self, state: State, cohort: Cohort) -> Params:
-        """Algorithm 4 for all K models: in closed form, or by τ rounds of averaging."""
+        """Algorithm 4 for all K models: in closed form, or by averaging."""
         task = cohort.task
         if isinstance(state.moments, Moments) and task.from_moments is not None:
             mean, covariance = covariances(state.moments, state.shrinks, self.ridge)
@@ -255,13 +293,47 @@ class UIFCA(PointAlgorithm):
             enough = state.sizes > 1
             return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
         begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
-        theta = tree_map(lambda x: x.to(cohort.device).flatten(0, 1), begin)
+        begin = tree_map(lambda x: x.to(cohort.device), begin)
+        return self._averaged(begin, state.pull, state.sizes, cohort, hold=False)
+
+    def _averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort, *, hold: bool) -> Params:
+        """τ rounds of averaging for models (r, k, …), each restart's pulled together as strongly as `pull` says (r,).
+
+        Args:
+            theta: The models to begin with.
+            pull: How strongly: 0 leaves each to itself, 1 makes all but their locations the same.
+            sizes: Points of every cluster (r, k).
+            cohort: The clients.
+            hold: Whether they hold out some of their points.
+        """
+        shape = sizes.shape
+        share = (sizes / sizes.sum(1, keepdim=True)).to(cohort.device)
         for t in range(self.tau):
-            sums = cohort.fold(t).combine(
-                self.learn, {"theta": theta, "lr": torch.tensor(self.lr)}, slots=self.restarts * self.k
-            )
-            theta = slot_mean(sums, otherwise=theta)  # Algorithm 4, line 7: weighted by |S_{i,k}|
-        return tree_map(lambda x: x.unflatten(0, (self.restarts, self.k)), theta)
+            flat = tree_map(lambda x: x.flatten(0, 1), theta)
+            sent = {"theta": flat, "lr": torch.tensor(self.lr), "hold": torch.tensor(float(hold))}
+            sums = cohort.fold(t).combine(self.learn, sent, slots=len(pull) * self.k)
+            theta = tree_map(lambda x: x.unflatten(0, shape), slot_mean(sums, otherwise=flat))  # Algorithm 4, line 7
+            theta = self._pulled(theta, share, pull.to(cohort.device), cohort.task)
+        return theta
+
+    def _pulled(self, theta: Params, share: Tensor, pull: Tensor, task: Task) -> Params:
+        """All parameters but those of location nearer to their mean over clusters."""
+
+        def nearer(x: Tensor) -> Tensor:
+            common = torch.einsum("rk,rk...->r...", share, x)[:, None]
+            return torch.lerp(x, common.expand_as(x), pull.reshape(-1, *[1] * (x.dim() - 1)))
+
+        return {name: x if name in task.location else nearer(x) for name, x in theta.items()}
+
+    def _chosen(self, state: State, cohort: Cohort) -> Tensor:
+        """How strongly each restart's models are to be pulled together: what makes held-out points likeliest (r,)."""
+        count = len(PULLS)
+        theta = tree_map(lambda x: x.to(cohort.device).repeat_interleave(count, 0), state.theta)
+        pulls = torch.tensor(PULLS).repeat(self.restarts)
+        theta = self._averaged(theta, pulls, state.sizes.repeat_interleave(count, 0), cohort, hold=True)
+        losses = cohort.combine(self.judge, tree_map(lambda x: x.flatten(0, 1), theta)).update[0].cpu()
+        best = losses.reshape(self.restarts, count, self.k).sum(2).argmin(1)
+        return torch.tensor(PULLS)[best]
 
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
         found = tree_map(lambda x: x[0].cpu(), update)
@@ -280,14 +352,20 @@ class UIFCA(PointAlgorithm):
             moved=found["moved"],
             quality=(found["loss"] / points).nan_to_num(nan=torch.inf),
             shrinks=settled,
+            pull=before.pull if before else torch.zeros(self.restarts),
             clients=cohort.population,
             round=before.round + 1 if before else 0,
         )
 
     def _drawn(self, task: Task, key: Key) -> Params:
         """One random model, with a little noise of its own for each cluster and restart (r, k, …)."""
-        starts = [stack([task.init(key.fold(r, j)) for j in range(self.k)]) for r in range(self.restarts)]
-        return stack(starts)
+
+        def near(theta: Params, key: Key) -> Params:
+            g = key.generator()
+            return {n: x + NOISE * torch.randn(x.shape, generator=g) for n, x in theta.items()}
+
+        firsts = [task.init(key.fold(r)) for r in range(self.restarts)]
+        return stack([stack([near(t, key.fold(r, j)) for j in range(self.k)]) for r, t in enumerate(firsts)])
 
     def _mean(self, cohort: Cohort) -> Tensor:
         """The mean of all points, about which sums of squares are taken so that they keep their digits."""

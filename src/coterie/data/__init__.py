@@ -8,11 +8,12 @@ from coterie.data.heterogeneity import (
     mixture,
     permute_labels,
     quantity_skew,
+    random_background,
     rotate,
     swap_labels,
 )
 from coterie.data.mapped import mapped
-from coterie.data.mnist import mnist, rotated_mnist
+from coterie.data.mnist import mnist, mnist_digits, mnist_rotations, rotated_mnist
 from coterie.data.news import ag_news, newsgroups
 from coterie.data.points import gaussian_clusters, subspace_clusters
 from coterie.data.regression import mixed_regression, regression_truth
@@ -21,7 +22,7 @@ from coterie.data.synthetic import linear_mixture
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
-    "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "newsgroups", "permute_labels",
-    "permuted_digits", "quantity_skew", "regression_truth", "rotate", "rotated_digits", "rotated_mnist",
-    "subspace_clusters", "swap_labels",
+    "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "mnist_digits", "mnist_rotations",
+    "newsgroups", "permute_labels", "permuted_digits", "quantity_skew", "random_background", "regression_truth",
+    "rotate", "rotated_digits", "rotated_mnist", "subspace_clusters", "swap_labels",
 ]  # fmt: skip

@@ -30,6 +30,17 @@ def rotate(federation: Federation, groups: int = 4) -> Federation:
 
 
 @change
+def random_background(federation: Federation, seed: int = 0) -> Federation:
+    """Give every black pixel (below 0.01) a random grey, so that a density says more of strokes than of background."""
+
+    def greyed(i: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.randint(256, x.shape, generator=Key.of(seed).fold(i).generator()) / 255
+        return torch.where(x < 0.01, noise, x), y
+
+    return federation.map(greyed)
+
+
+@change
 def swap_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Federation:
     """Exchange two labels, another pair in every group (the CFL paper's label swap)."""
     classes = _classes(federation)

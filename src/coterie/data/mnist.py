@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.data.points import dealt
 from coterie.data.source import dataset, deal, fetch
 from coterie.federation import Federation, Packed
 from coterie.key import Key
@@ -32,7 +33,7 @@ def mnist(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
         seed: Of the shuffling.
         rows: Training images per client; None deals all 60,000.
     """
-    return deal(*_images(), clients=clients, seed=seed, rows=rows)
+    return deal(*images(), clients=clients, seed=seed, rows=rows)
 
 
 @dataset
@@ -53,7 +54,7 @@ def rotated_mnist(clients: int, rows: int, seed: int = 0, groups: int = 4) -> Fe
         raise ValueError(f"rotated_mnist: groups must be 1 to 4, the quarter turns there are, got {groups}")
     if clients < groups or clients % groups:
         raise ValueError(f"rotated_mnist: clients must be a positive multiple of {groups}, got {clients}")
-    x, y, x_test, y_test = _images()
+    x, y, x_test, y_test = images()
     per_group, machines = clients // groups, len(x_test) // rows
     if rows < 1 or per_group * rows > len(x) or not machines:
         raise ValueError(
@@ -74,7 +75,58 @@ def rotated_mnist(clients: int, rows: int, seed: int = 0, groups: int = 4) -> Fe
     )
 
 
-def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dataset
+def mnist_digits(
+    p: float = 0.0,
+    seed: int = 0,
+    *,
+    digits: tuple[int, ...] = tuple(range(10)),
+    clients: int | None = None,
+    points: int | None = None,
+) -> Federation:
+    """MNIST as unlabelled points whose clusters are the digits; y holds the cluster, for scores.
+
+    Args:
+        p: Heterogeneity: the part of a digit's images that goes to clients of its own; the others go to any.
+        seed: Of the dealing.
+        digits: Which.
+        clients: None takes one for each digit.
+        points: Training images taken of each digit, at most; None takes all.
+    """
+    _check_digits("mnist_digits", digits)
+    x, y, _, _ = images()
+    own = [(y == digit).nonzero().flatten()[:points] for digit in digits]
+    z = torch.cat([torch.full((len(at),), c) for c, at in enumerate(own)])
+    return dealt(x[torch.cat(own)], z, p, clients or len(digits), Key.of(seed))
+
+
+@dataset
+def mnist_rotations(
+    p: float = 0.0, seed: int = 0, *, digit: int = 2, clients: int | None = None, points: int | None = None
+) -> Federation:
+    """One digit of MNIST, every image in all quarter turns: unlabelled points whose clusters are the turns.
+
+    Args:
+        p: Heterogeneity, as for `mnist_digits`.
+        seed: Of the dealing.
+        digit: Which. Of some, such as 0 and 8, turns cannot be told apart.
+        clients: None takes four.
+        points: Training images taken, at most; None takes all.
+    """
+    _check_digits("mnist_rotations", (digit,))
+    x, y, _, _ = images()
+    own = x[y == digit][:points]
+    turned = torch.cat([torch.rot90(own, g, (-2, -1)) for g in range(4)])
+    return dealt(turned, torch.arange(4).repeat_interleave(len(own)), p, clients or 4, Key.of(seed))
+
+
+def _check_digits(name: str, digits: tuple[int, ...]) -> None:
+    if not digits or len(set(digits)) < len(digits) or not set(digits) <= set(range(10)):
+        raise ValueError(f"{name}: digits must be different ones of 0 to 9, got {', '.join(map(str, digits))}")
+
+
+def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images (60000, 1, 28, 28) in [0, 1], their digits, and the same of the test images."""
     parts = [_idx(fetch(f"mnist/{name}", _HOME + name, digest)) for name, digest in _FILES.items()]
     x, y, x_test, y_test = (torch.from_numpy(p) for p in parts)
     return x[:, None].float() / 255, y.long(), x_test[:, None].float() / 255, y_test.long()

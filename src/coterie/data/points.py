@@ -92,10 +92,51 @@ def _federation(
     return Federation(Packed(place(z, noise), z, torch.arange(clients + 1) * points))
 
 
+def dealt(x: Tensor, z: Tensor, p: float, clients: int, key: Key) -> Federation:
+    """Rows of known clusters, each once: of every cluster a part p to clients of its own, the others to any.
+
+    Args:
+        x: Rows.
+        z: Their clusters, 0 to k - 1.
+        p: Heterogeneity, as for `gaussian_clusters`.
+        clients: Client i belongs to cluster i modulo k.
+        key: Of the shuffling.
+
+    Example:
+        >>> z = torch.arange(3).repeat(4)
+        >>> [y.tolist() for _, y in (dealt(z[:, None].float(), z, 1.0, 3, Key.of(0)).train.client(i) for i in range(3))]
+        [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]]
+    """
+    k = int(z.max()) + 1
+    _check_share(p)
+    if clients < k and p > 0:
+        raise ValueError(f"clients must be at least {k}, one for each cluster, unless p is 0, got {clients}")
+    shuffled = torch.randperm(len(z), generator=key.generator())
+    hands: list[list[Tensor]] = [[] for _ in range(clients)]
+    rest = []
+    for c in range(k):
+        rows = shuffled[z[shuffled] == c]
+        kept = round(p * len(rows))
+        rest.append(rows[kept:])
+        for hand, part in zip(hands[c::k], rows[:kept].tensor_split(len(hands[c::k]) or 1), strict=False):
+            hand.append(part)
+    left = torch.cat(rest)
+    left = left[torch.randperm(len(left), generator=key.fold(1).generator())]
+    for hand, part in zip(hands, left.tensor_split(clients), strict=True):
+        hand.append(part)
+    own = [torch.cat(hand) for hand in hands]
+    offsets = torch.tensor([0, *(len(rows) for rows in own)]).cumsum(0)
+    return Federation(Packed(x[torch.cat(own)], z[torch.cat(own)], offsets))
+
+
 def mixed_clusters(k: int, p: float, clients: int, points: int, key: Key) -> Tensor:
     """The cluster of every point (clients · points,): the first s·p of a client are of one, the others of any."""
-    if not 0 <= p <= 1 or not math.isfinite(p):
-        raise ValueError(f"p must be between 0 and 1, got {p}")
+    _check_share(p)
     any_of = torch.randint(k, (clients, points), generator=key.generator())
     own = (torch.arange(clients) % k)[:, None]
     return torch.where(torch.arange(points) < round(p * points), own, any_of).flatten()
+
+
+def _check_share(p: float) -> None:
+    if not 0 <= p <= 1 or not math.isfinite(p):
+        raise ValueError(f"p must be between 0 and 1, got {p}")

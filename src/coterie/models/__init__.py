@@ -1,9 +1,9 @@
-"""Small models for federations. Any `nn.Module` without buffers works as well: see `Task.from_module`."""
+"""Small models for federations. Any other `nn.Module` works as well: see `Task.from_module`."""
 
 from torch import nn
 
 from coterie.models.cnn import CNN
-from coterie.models.flow import AffineFlow
+from coterie.models.flow import AffineFlow, RealNVP, Zuko
 from coterie.models.linear import Linear, Polynomial
 from coterie.models.lstm import LSTM
 from coterie.models.mlp import MLP
@@ -15,6 +15,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "cnn": CNN,
     "lstm": LSTM,
     "affine_flow": AffineFlow,
+    "real_nvp": RealNVP,
 }
 
-__all__ = ["CNN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial"]
+__all__ = ["CNN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial", "RealNVP", "Zuko"]
