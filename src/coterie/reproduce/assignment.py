@@ -1,0 +1,67 @@
+"""How the assignment of points gets purer from one cluster round to the next (the UIFCA report, Figure 4.3)."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie import plots
+from coterie.config import build_algorithm, build_task
+from coterie.evaluate import evaluate
+from coterie.reproduce.notebook import Notebook
+from coterie.reproduce.rounds import everybody, seeded, states_of
+
+PURE = 0.99
+
+
+def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
+    """Every case and p: the purity after each cluster round, seed by seed."""
+    rows, curves = [], {}
+    for case in spec["cases"]:
+        for p in spec["p"]:
+            name = f"{case['label']}, p = {p}"
+            found = notebook.entry(name, lambda c=case, p=p: [_purities(spec, c, p, s, device) for s in spec["seeds"]])
+            curves[name] = found
+            pure = [next((t for t, x in enumerate(line, 1) if x >= PURE), None) for line in found]
+            reached = [t for t in pure if t is not None]
+            rows.append({
+                "case": case["label"], "p": p, "first": 100 * float(np.mean([line[0] for line in found])),
+                "last": 100 * float(np.mean([line[-1] for line in found])),
+                f"{100 * PURE:.0f} %": f"{len(reached)} of {len(found)}", "in round": float(np.mean(reached)) if reached else None,
+            })  # fmt: skip
+    return {"seeds": spec["seeds"], "rows": rows, "curves": curves}
+
+
+def _purities(spec: dict[str, Any], case: dict[str, Any], p: float, seed: int, device: str) -> list[float]:
+    """The purity after every cluster round of one run; once no point moves it stays."""
+    algorithm = build_algorithm(case["algorithm"])
+    cohort = everybody(build_task(spec["task"]), seeded(spec["data"], seed, p=p), seed, device)
+    found: list[float] = []
+    for state in itertools.islice(states_of(algorithm, cohort, spec["rounds"], seed), 1, None):
+        found.append(evaluate(algorithm, state, cohort).clustering["purity"])
+        if algorithm.done(state):
+            break
+    return found + found[-1:] * (spec["rounds"] - len(found))
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A panel per case, a line per p: the mean over seeds, with a band from the worst to the best."""
+    cases = list(dict.fromkeys(r["case"] for r in result["rows"]))
+    fig = plots.figure(3.2 * len(cases), 3.4)
+    panels = fig.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    for axes, case in zip(panels, cases, strict=True):
+        for row, colour in zip([r for r in result["rows"] if r["case"] == case], plots.COLOURS, strict=False):
+            each = 100 * np.array(result["curves"][f"{case}, p = {row['p']}"])
+            rounds = np.arange(1, each.shape[1] + 1)
+            axes.fill_between(rounds, each.min(0), each.max(0), color=colour, alpha=0.12, lw=0)
+            axes.plot(rounds, each.mean(0), color=colour, label=f"p = {row['p']}")
+        axes.set_title(case, fontsize=10)
+        axes.set_xlabel("cluster round")
+        axes.set_ylim(0, 105)
+        plots.tidy(axes)
+    panels[0].set_ylabel("purity of the points (%)")
+    panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
+    plots.save(fig, path)
