@@ -112,7 +112,10 @@ class KFED(PointAlgorithm):
 
     def assign_points(self, state: State, task: Task, data: Data) -> Tensor:
         """The nearest centre: points that come alone have no local centres."""
-        return distances(data.x.flatten(1), state.centres).argmin(1)
+        x, d = data.x.reshape(len(data.x), -1), state.centres.shape[1]
+        if x.shape[1] != d:
+            raise ValueError(f"KFED: its centres have {d} values, but rows are of shape {tuple(data.x.shape[1:])}")
+        return distances(x, state.centres).argmin(1)
 
     def models(self, state: State) -> Params:
         """The centres."""
@@ -157,6 +160,9 @@ class KFED(PointAlgorithm):
         return {"uniform": torch.rand(SEEDS, self.k, generator=key.fold(_SEEDS).generator())}
 
     def _check(self, cohort: Cohort) -> None:
+        row = cohort.federation.train.x[0]
+        if row.dim() == 0 or not row.is_floating_point():
+            raise ValueError(f"KFED: rows must be arrays of real numbers, got {row.dtype} of shape {tuple(row.shape)}")
         total, least = int(cohort.sizes.sum()), int(cohort.sizes.min())
         if self.k > total:
             raise ValueError(f"KFED: k must be at most the number of points of all clients, {total}, got {self.k}")

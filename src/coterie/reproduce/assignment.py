@@ -25,14 +25,16 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
             name = f"{case['label']}, p = {p}"
             found = notebook.entry(name, lambda c=case, p=p: [_purities(spec, c, p, s, device) for s in spec["seeds"]])
             curves[name] = found
-            pure = [next((t for t, x in enumerate(line, 1) if x >= PURE), None) for line in found]
-            reached = [t for t in pure if t is not None]
-            rows.append({
-                "case": case["label"], "p": p, "first": 100 * float(np.mean([line[0] for line in found])),
-                "last": 100 * float(np.mean([line[-1] for line in found])),
-                f"{100 * PURE:.0f} %": f"{len(reached)} of {len(found)}", "in round": float(np.mean(reached)) if reached else None,
-            })  # fmt: skip
+            rows.append({"case": case["label"], "p": p, **_told(found)})
     return {"seeds": spec["seeds"], "rows": rows, "curves": curves}
+
+
+def _told(curves: list[list[float]]) -> dict[str, Any]:
+    """The mean purity after the first and the last round, how many runs become pure, and when on average."""
+    first, last = (100 * float(np.mean([line[t] for line in curves])) for t in (0, -1))
+    pure = [next(t for t, x in enumerate(line, 1) if x >= PURE) for line in curves if max(line) >= PURE]
+    when = float(np.mean(pure)) if pure else None
+    return {"first": first, "last": last, f"{100 * PURE:.0f} %": f"{len(pure)} of {len(curves)}", "in round": when}
 
 
 def _purities(spec: dict[str, Any], case: dict[str, Any], p: float, seed: int, device: str) -> list[float]:
