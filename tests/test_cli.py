@@ -194,7 +194,7 @@ def test_bad_configurations_are_one_line_and_exit_code_2(coterie, config, tmp_pa
     [
         (("show", "nowhere"), "nowhere is not a run folder: it has no config.toml"),
         (("run", "nowhere.toml"), "nowhere.toml: there is no such file"),
-        (("reproduce", "ifca-fig3"), "there is no experiment 'ifca-fig3'; did you mean 'ifca-fig2'?"),
+        (("reproduce", "ifca-fig1"), "there is no experiment 'ifca-fig1'; did you mean 'ifca-fig2'?"),
         (("assign", "nowhere", "x.npz"), "nowhere is not a run folder"),
     ],
 )
