@@ -59,12 +59,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _panel(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for method, colour in zip(dict.fromkeys(r["method"] for r in rows), plots.COLOURS, strict=False):
+    sizes = (7, 4)  # so that a line under another is seen
+    for method, colour, size in zip(dict.fromkeys(r["method"] for r in rows), plots.COLOURS, sizes, strict=False):
         line = [r for r in rows if r["method"] == method]
-        axes.plot([r["p"] for r in line], [r["purity"] for r in line], "o-", ms=4, color=colour, label=method)
+        axes.plot([r["p"] for r in line], [r["purity"] for r in line], "o-", ms=size, color=colour, label=method)
         told = [(r["p"], r["report"]) for r in line if r["report"] is not None]
         if told:
             axes.plot(*zip(*told, strict=True), "x", color=colour, ms=7, label=f"{method}, the report")
     axes.set_ylim(0, 105)
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, loc="center right")
     plots.tidy(axes)
