@@ -144,5 +144,5 @@ def test_uifca_groups_points_that_kfed_cannot(tmp_path):
 def test_points_find_their_cluster_from_a_random_assignment_the_sooner_the_more_clients_differ(tmp_path):
     rows = quick("uifca-fig43", tmp_path)["rows"]
     assert all(r["last"] == 100 for r in rows)
-    alike, unlike = (r for r in rows if r["case"] == "few gradient steps, one random start")
+    alike, unlike = (r for r in rows if r["case"] == "50 gradient steps, one random start")
     assert alike["first"] < unlike["first"] and alike["in round"] > unlike["in round"]

@@ -50,20 +50,23 @@ def _purities(spec: dict[str, Any], case: dict[str, Any], p: float, seed: int, d
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel per case, a line per p: the mean over seeds, with a band from the worst to the best."""
+    """A panel per case, two in a row; a line per p: the mean over seeds, with a band of its standard error."""
     cases = list(dict.fromkeys(r["case"] for r in result["rows"]))
-    fig = plots.figure(3.2 * len(cases), 3.4)
-    panels = fig.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-    for axes, case in zip(panels, cases, strict=True):
+    height = -(-len(cases) // 2)
+    fig = plots.figure(7.2, 2.8 * height)
+    grid = fig.subplots(height, 2, sharex=True, sharey=True, squeeze=False)
+    for axes, case in zip(grid.flat, cases, strict=False):
         for row, colour in zip([r for r in result["rows"] if r["case"] == case], plots.COLOURS, strict=False):
             each = 100 * np.array(result["curves"][f"{case}, p = {row['p']}"])
-            rounds = np.arange(1, each.shape[1] + 1)
-            axes.fill_between(rounds, each.min(0), each.max(0), color=colour, alpha=0.12, lw=0)
-            axes.plot(rounds, each.mean(0), color=colour, label=f"p = {row['p']}")
+            rounds, mean, error = np.arange(1, each.shape[1] + 1), each.mean(0), each.std(0) / len(each) ** 0.5
+            axes.fill_between(rounds, mean - error, mean + error, color=colour, alpha=0.15, lw=0)
+            axes.plot(rounds, mean, color=colour, label=f"p = {row['p']}")
         axes.set_title(case, fontsize=10)
-        axes.set_xlabel("cluster round")
         axes.set_ylim(0, 105)
         plots.tidy(axes)
-    panels[0].set_ylabel("purity of the points (%)")
-    panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
+    for axes in grid[-1]:
+        axes.set_xlabel("cluster round")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("purity of the points (%)")
+    grid[0, -1].legend(fontsize=8, frameon=False, loc="center right")
     plots.save(fig, path)
