@@ -58,7 +58,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for axes, case in zip(grid.flat, cases, strict=False):
         for row, colour in zip([r for r in result["rows"] if r["case"] == case], plots.COLOURS, strict=False):
             each = 100 * np.array(result["curves"][f"{case}, p = {row['p']}"])
-            rounds, mean, error = np.arange(1, each.shape[1] + 1), each.mean(0), each.std(0) / len(each) ** 0.5
+            rounds, mean = np.arange(1, each.shape[1] + 1), each.mean(0)
+            error = each.std(0) / max(1, len(each) - 1) ** 0.5
             axes.fill_between(rounds, mean - error, mean + error, color=colour, alpha=0.15, lw=0)
             axes.plot(rounds, mean, color=colour, label=f"p = {row['p']}")
         axes.set_title(case, fontsize=10)
