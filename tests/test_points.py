@@ -8,6 +8,7 @@ import torch
 
 import coterie as ct
 from coterie.algorithms.kfed import KFED
+from coterie.algorithms.kmeans import lloyd, seeded, spread
 from coterie.algorithms.shrinkage import Moments, covariances
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
@@ -182,3 +183,20 @@ def test_a_client_without_test_points_has_no_score():
     federation = Federation.from_clients([(x, y), (other, z)], test=[(x, y), (other[:0], z[:0])])
     for run in (ct.fit(ct.KFED(k=2), None, federation, rounds=1), ct.fit(ct.UIFCA(k=2), flow(4), federation, rounds=9)):
         assert run.purity == 1.0 and np.isnan(run.scores.per_client).tolist() == [False, True]
+
+
+def test_kmeans_side_by_side_are_those_one_by_one():
+    g = torch.Generator().manual_seed(0)
+    x, mask, uniform = torch.randn(40, 3, generator=g), torch.ones(40), torch.rand(5, 4, generator=g)
+    mask[30:] = 0  # padding
+    starts = seeded(x, mask, uniform)
+    assert torch.equal(seeded(x, mask, uniform[:, :2]), starts[:, :2])
+    found, real = lloyd(x, mask, starts, 6), x[:30]
+    for start, end in zip(starts, found, strict=True):
+        centres = start
+        for _ in range(6):
+            near = torch.cdist(real, centres).argmin(1)
+            centres = stack([real[near == j].mean(0) if (near == j).any() else centres[j] for j in range(4)])
+        assert torch.allclose(end, centres, atol=1e-5)
+    least = [torch.cdist(real, centres).amin(1).square().mean() for centres in found]
+    assert torch.allclose(spread(x, mask, found), stack(least), atol=1e-5)
