@@ -86,7 +86,52 @@ def test_assign_places_new_clients(coterie, config, tmp_path):
     np.savetxt(tmp_path / "new.csv", table, delimiter=",", header=header, comments="")
     code, text, _ = coterie("assign", out, tmp_path / "new.csv", "--json")
     assert json.loads(text) == [{"client": "new", "rows": len(x), "cluster": labels[8]}]
-    assert coterie("assign", out, tmp_path / "new.csv")[0] == 0
+    assert coterie("assign", out, tmp_path / "new.csv", "--out", tmp_path / "placed.csv")[0] == 0
+    assert (tmp_path / "placed.csv").read_text() == f"client,rows,cluster\nnew,{len(x)},{labels[8]}\n"
+
+
+POINTS = """
+[algorithm]
+name = "NAME"
+k = 3
+
+[task]
+TASK
+
+[data]
+name = "gaussian_clusters"
+k = 3
+points = 100
+d = 4
+
+[run]
+rounds = 5
+"""
+FLOW = 'kind = "density"\nmodel = { name = "affine_flow", inputs = 4 }'
+
+
+@pytest.mark.parametrize(("name", "task"), [("kfed", 'kind = "distance"'), ("uifca", FLOW)])
+def test_assign_labels_every_point(coterie, tmp_path, name, task):
+    (tmp_path / "points.toml").write_text(POINTS.replace("NAME", name).replace("TASK", task))
+    out, clusters = tmp_path / "run", tmp_path / "clusters.csv"
+    assert coterie("run", tmp_path / "points.toml", "--out", out)[0] == 0
+    points = ct.data.gaussian_clusters(k=3, points=100, d=4).train
+    client = np.array(["a", "b"] * 150)  # clients' rows need not be together
+    np.savez(tmp_path / "new.npz", x=points.x.numpy(), client=client)
+    code, text, _ = coterie("assign", out, tmp_path / "new.npz", "--out", clusters, "--json")
+    found = json.loads(text)
+    assert code == 0 and [(r["client"], r["row"]) for r in found] == list(zip(client, range(300), strict=True))
+    assert ct.metrics.ari(np.array([r["cluster"] for r in found]), points.y.numpy()) == 1.0
+    lines = clusters.read_text().splitlines()
+    assert lines[:2] == ["client,row,cluster", f"a,0,{found[0]['cluster']}"] and len(lines) == 301
+    np.savetxt(tmp_path / "new.csv", points.x.numpy(), delimiter=",", header="p,q,r,s", comments="")
+    code, text, _ = coterie("assign", out, tmp_path / "new.csv")
+    assert code == 0 and text.count("new (") == 3 and "cluster" in text
+    np.savez(tmp_path / "bad.npz", x=points.x[:, :3].numpy())
+    code, _, errors = coterie("assign", out, tmp_path / "bad.npz")
+    assert code == 2 and "rows" in errors and "of shape (3,)" in errors and errors.count("\n") == 1, errors
+    np.savez(tmp_path / "none.npz", y=points.y.numpy())
+    assert "must hold an array x, it holds y" in coterie("assign", out, tmp_path / "none.npz")[2]
 
 
 def test_demo_finds_the_groups(coterie, tmp_path, monkeypatch):
@@ -149,7 +194,7 @@ def test_bad_configurations_are_one_line_and_exit_code_2(coterie, config, tmp_pa
     [
         (("show", "nowhere"), "nowhere is not a run folder: it has no config.toml"),
         (("run", "nowhere.toml"), "nowhere.toml: there is no such file"),
-        (("reproduce", "ifca-fig3"), "there is no experiment 'ifca-fig3'; did you mean 'ifca-fig2'?"),
+        (("reproduce", "ifca-fig1"), "there is no experiment 'ifca-fig1'; did you mean 'ifca-fig2'?"),
         (("assign", "nowhere", "x.npz"), "nowhere is not a run folder"),
     ],
 )

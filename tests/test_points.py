@@ -8,6 +8,7 @@ import torch
 
 import coterie as ct
 from coterie.algorithms.kfed import KFED
+from coterie.algorithms.kmeans import lloyd, seeded, spread
 from coterie.algorithms.shrinkage import Moments, covariances
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
@@ -109,10 +110,42 @@ def test_a_client_with_one_cluster_looks_for_one():
     assert (reply.update["sizes"] > 0).sum(1).tolist() == [1, 1, 1, 1]
 
 
-def test_constant_columns_do_no_harm():
+def with_constants(columns, value=7.0):
     made = ct.data.gaussian_clusters(k=2, seed=0, points=200, d=6)
-    constant = made.map(lambda i, x, y: (torch.cat([x, torch.full((len(x), 1), 7.0)], 1), y))
-    assert ct.fit(ct.UIFCA(k=2), flow(7), constant, rounds=10, evaluations=1).purity == 1.0
+    return made.map(lambda i, x, y: (torch.cat([x, torch.full((len(x), columns), value)], 1), y))
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0, 0.1])
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [(1, "column 6 is"), (2, "columns 6, 7 are"), (8, "columns 6, 7, 8, 9, 10 and 3 more are")],
+)
+def test_constant_columns_do_no_harm_and_are_named(caplog, columns, told, value):
+    run = ct.fit(ct.UIFCA(k=2), flow(6 + columns), with_constants(columns, value), rounds=10, evaluations=1)
+    assert run.purity == 1.0
+    why = "constant over all points; a ridge of 0.001 of the mean variance keeps the density finite"
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [f"UIFCA: {told} {why}"]
+
+
+def test_columns_far_from_the_origin_are_not_taken_for_constant(caplog):
+    far = ct.data.gaussian_clusters(k=2, seed=0, points=200, d=6).map(lambda i, x, y: (x + 1000, y))
+    assert ct.fit(ct.UIFCA(k=2), flow(6), far, rounds=10, evaluations=1).purity == 1.0
+    assert not caplog.records
+
+
+def test_without_a_ridge_what_has_no_density_is_refused(caplog):
+    with pytest.raises(ValueError, match="UIFCA: column 6 is constant over all points, so that without a ridge there"):
+        ct.fit(ct.UIFCA(k=2, ridge=0.0), flow(7), with_constants(1), rounds=10)
+    twice = ct.data.gaussian_clusters(k=2, seed=0, points=200, d=3).map(lambda i, x, y: (torch.cat([x, x], 1), y))
+    with pytest.raises(
+        ValueError, match=r"round 1: the covariance of cluster . \(\d+ points in 6 dimensions\) is singular"
+    ):
+        ct.fit(ct.UIFCA(k=2, ridge=0.0), flow(6), twice, rounds=10)
+    same = Federation.from_clients([(torch.ones(5, 2), torch.zeros(5, dtype=torch.long))] * 3)
+    with pytest.raises(ValueError, match="columns 0, 1 are constant over all points: all points are the same"):
+        ct.fit(ct.UIFCA(k=2), flow(2), same, rounds=10)
+    plain = ct.data.gaussian_clusters(k=2, seed=0, points=200, d=6)
+    assert ct.fit(ct.UIFCA(k=2, ridge=0.0), flow(6), plain, rounds=10, evaluations=1).purity == 1.0
 
 
 def test_bad_input_is_named():
@@ -125,9 +158,45 @@ def test_bad_input_is_named():
         ct.fit(ct.KFED(k=2, local=2), None, tiny, rounds=1)
     with pytest.raises(ValueError, match="AffineFlow does not take rows of shape"):
         ct.fit(ct.UIFCA(k=2), flow(9), tiny, rounds=1)
+    images = Federation.from_clients([(torch.rand(9, 1, 28, 28), torch.zeros(9, dtype=torch.long))] * 2)
+    with pytest.raises(ValueError, match=r"client 0: AffineFlow does not take rows of shape \(1, 28, 28\)"):
+        ct.fit(ct.UIFCA(k=2), flow(32), images, rounds=1)
     with pytest.raises(ValueError, match="fit: IFCA needs a task"):
         ct.fit(ct.IFCA(k=2), None, tiny, rounds=1)
     with pytest.raises(ValueError, match="p must be between 0 and 1, got 2"):
         ct.data.gaussian_clusters(p=2)
     with pytest.raises(ValueError, match="subspace must be 1 to d = 4, got 5"):
         ct.data.subspace_clusters(d=4, subspace=5)
+    for rows in (torch.rand(9), torch.ones(9, 2, dtype=torch.long)):
+        with pytest.raises(ValueError, match="KFED: rows must be arrays of real numbers, got torch"):
+            ct.fit(ct.KFED(k=2), None, Federation.from_clients([(rows, torch.zeros(9, dtype=torch.long))]), rounds=1)
+    with pytest.raises(ValueError, match="client 1: has no train rows, needs at least 1"):
+        Federation.from_clients([(images.train.x, images.train.y), (images.train.x[:0], images.train.y[:0])])
+    run = ct.fit(ct.KFED(k=2), None, images, rounds=1)
+    with pytest.raises(ValueError, match=r"KFED: its centres have 784 values, but rows are of shape \(32,\)"):
+        run.assign(torch.rand(5, 32))
+
+
+def test_a_client_without_test_points_has_no_score():
+    made = ct.data.gaussian_clusters(k=2, seed=0, points=50, d=4)
+    (x, y), (other, z) = made.train.client(0), made.train.client(1)
+    federation = Federation.from_clients([(x, y), (other, z)], test=[(x, y), (other[:0], z[:0])])
+    for run in (ct.fit(ct.KFED(k=2), None, federation, rounds=1), ct.fit(ct.UIFCA(k=2), flow(4), federation, rounds=9)):
+        assert run.purity == 1.0 and np.isnan(run.scores.per_client).tolist() == [False, True]
+
+
+def test_kmeans_side_by_side_are_those_one_by_one():
+    g = torch.Generator().manual_seed(0)
+    x, mask, uniform = torch.randn(40, 3, generator=g), torch.ones(40), torch.rand(5, 4, generator=g)
+    mask[30:] = 0  # padding
+    starts = seeded(x, mask, uniform)
+    assert torch.equal(seeded(x, mask, uniform[:, :2]), starts[:, :2])
+    found, real = lloyd(x, mask, starts, 6), x[:30]
+    for start, end in zip(starts, found, strict=True):
+        centres = start
+        for _ in range(6):
+            near = torch.cdist(real, centres).argmin(1)
+            centres = stack([real[near == j].mean(0) if (near == j).any() else centres[j] for j in range(4)])
+        assert torch.allclose(end, centres, atol=1e-5)
+    least = [torch.cdist(real, centres).amin(1).square().mean() for centres in found]
+    assert torch.allclose(spread(x, mask, found), stack(least), atol=1e-5)

@@ -139,3 +139,10 @@ def test_uifca_groups_points_that_kfed_cannot(tmp_path):
     found = {(r["data"], r["method"]): r["purity"] for r in quick("uifca-table41", tmp_path)["rows"]}
     assert found["Gaussian, K = 3", "UIFCA"] == found["Gaussian, K = 3", "k-FED"] == 100
     assert found["subspaces, K = 3", "UIFCA"] == 100 and found["subspaces, K = 3", "k-FED"] < 60
+
+
+def test_points_find_their_cluster_from_a_random_assignment_the_sooner_the_more_clients_differ(tmp_path):
+    rows = quick("uifca-fig43", tmp_path)["rows"]
+    assert all(r["last"] == 100 for r in rows)
+    alike, unlike = (r for r in rows if r["case"] == "50 gradient steps, one random start")
+    assert alike["first"] < unlike["first"] and alike["in round"] > unlike["in round"]

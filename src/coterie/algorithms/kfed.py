@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from coterie.algorithms.base import PointAlgorithm, Report
-from coterie.algorithms.kmeans import distances, kmeans, lloyd, members, seeded
+from coterie.algorithms.kmeans import distances, kmeans, lloyd, members, seeded, spread
 from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
 from coterie.key import Key
@@ -113,7 +112,10 @@ class KFED(PointAlgorithm):
 
     def assign_points(self, state: State, task: Task, data: Data) -> Tensor:
         """The nearest centre: points that come alone have no local centres."""
-        return distances(data.x.flatten(1), state.centres).argmin(1)
+        x, d = data.x.reshape(len(data.x), -1), state.centres.shape[1]
+        if x.shape[1] != d:
+            raise ValueError(f"KFED: its centres have {d} values, but rows are of shape {tuple(data.x.shape[1:])}")
+        return distances(x, state.centres).argmin(1)
 
     def models(self, state: State) -> Params:
         """The centres."""
@@ -126,37 +128,41 @@ class KFED(PointAlgorithm):
     def _own(self, local: Local) -> tuple[Tensor, Tensor, Tensor]:
         """A client's centres (k, d), their points (k,), and the mean squared distance to them."""
         x, mask = local.data.x.flatten(1), local.data.mask
-        tried = [self._clustered(x, mask, local.draws["uniform"][:, :n]) for n in self._numbers()]
-        centres, sizes, spread = (torch.stack(parts) for parts in zip(*tried, strict=True))
+        starts = seeded(x, mask, local.draws["uniform"][:, : self._numbers()[-1]])
+        tried = [self._clustered(x, mask, starts[:, :n]) for n in self._numbers()]
+        centres, sizes, spreads = (torch.stack(parts) for parts in zip(*tried, strict=True))
         rows = mask.sum()
         parameters = torch.tensor([float(n * (x.shape[1] + 1)) for n in self._numbers()], device=x.device)
-        unlike = rows * x.shape[1] / 2 * (spread / x.shape[1]).clamp(min=1e-12).log()
+        unlike = rows * x.shape[1] / 2 * (spreads / x.shape[1]).clamp(min=1e-12).log()
         bic = unlike + parameters * rows.log()  # twice the usual price, for centres are where they explain most
         best = bic.masked_fill(torch.tensor(self._numbers(), device=x.device) > rows, torch.inf).argmin().reshape(1)
-        return centres.index_select(0, best)[0], sizes.index_select(0, best)[0], spread.index_select(0, best)[0]
+        return centres.index_select(0, best)[0], sizes.index_select(0, best)[0], spreads.index_select(0, best)[0]
 
     def _numbers(self) -> list[int]:
         """The k′ that are tried."""
         return list(range(1, self.k + 1)) if self.local is None else [min(self.local, self.k)]
 
-    def _clustered(self, x: Tensor, mask: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best of several k-means: k′ centres, filled up to k with some that have no points; and their spread."""
-        found = vmap(lambda u: lloyd(x, mask, seeded(x, mask, u), self.steps))(uniform)
-        spreads = vmap(lambda c: (distances(x, c).amin(1) * mask).sum() / mask.sum())(found)
+    def _clustered(self, x: Tensor, mask: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best k-means of several starts: k′ centres, filled up to k with some without points; and their spread."""
+        found = lloyd(x, mask, starts, self.steps)
+        spreads = spread(x, mask, found)
         best = spreads.argmin().reshape(1)
-        centres, spread = found.index_select(0, best)[0], spreads.index_select(0, best)[0]
-        sizes = members(x, mask, centres).sum(0)
-        missing = self.k - len(centres)
+        centres = found.index_select(0, best)
+        sizes = members(x, mask, centres)[0].sum(1)
+        missing = self.k - centres.shape[1]
         return (
-            torch.cat([centres, centres[:1].expand(missing, -1)]),
+            torch.cat([centres[0], centres[0, :1].expand(missing, -1)]),
             torch.nn.functional.pad(sizes, (0, missing)),
-            spread,
+            spreads.index_select(0, best)[0],
         )
 
     def _draw(self, n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
         return {"uniform": torch.rand(SEEDS, self.k, generator=key.fold(_SEEDS).generator())}
 
     def _check(self, cohort: Cohort) -> None:
+        row = cohort.federation.train.x[0]
+        if row.dim() == 0 or not row.is_floating_point():
+            raise ValueError(f"KFED: rows must be arrays of real numbers, got {row.dtype} of shape {tuple(row.shape)}")
         total, least = int(cohort.sizes.sum()), int(cohort.sizes.min())
         if self.k > total:
             raise ValueError(f"KFED: k must be at most the number of points of all clients, {total}, got {self.k}")

@@ -50,6 +50,14 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
     return mean + moments.about.cpu().double(), chosen + thickened[..., None, :, :]
 
 
+def constant_columns(moments: Moments) -> list[int]:
+    """The columns in which all points of all clusters (k, …) have one value."""
+    points = moments.number.sum()
+    first, second = moments.first.sum(0) / points, moments.second.sum(0).diagonal() / points
+    # Sums are about the mean, which is rounded: such a column has a square all the same, but next to no variance.
+    return (second - first.square() <= 1e-9 * second).nonzero().flatten().tolist()
+
+
 def _shrunk(own: Tensor, target: Tensor, count: Tensor) -> Tensor:
     """(1 - λ)S + λT; the expected squared error of S is that for Gaussian points, which S itself tells."""
     error = (_trace(own).square() + own.square().sum((-2, -1))) / count

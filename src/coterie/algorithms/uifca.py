@@ -12,7 +12,8 @@ Throughout, r is the restarts that run side by side, k the clusters, n the point
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.func import vmap
 
 from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_out
 from coterie.algorithms.kfed import KFED
-from coterie.algorithms.shrinkage import Moments, covariances
+from coterie.algorithms.shrinkage import Moments, constant_columns, covariances
 from coterie.algorithms.starts import Given
 from coterie.client import ClientStep, Local, Reply, adam_update, each_start, local_update
 from coterie.cohort import Cohort, slot_mean
@@ -31,10 +32,13 @@ from coterie.settings import setting
 from coterie.task import Data, Task
 from coterie.tree import Outer, Params, stack, take, tree_map
 
+log = logging.getLogger("coterie")
+
 SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
 PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried, where there is no closed form
 HELD_OUT = 0.2  # of each client's points, to choose between them
 NOISE = 0.01  # by which the models of a restart differ at first
+NAMED = 5  # constant columns that a message names
 _LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
 
 
@@ -121,7 +125,11 @@ class UIFCA(PointAlgorithm):
             sent = {"theta": theta}
         sent["about"] = self._mean(cohort) if self._has_closed_form(task) else ()
         sums = cohort.combine(self.begin, sent)
-        return self._after(tree_map(lambda x: x.to(cohort.device), theta), sums.update, sent["about"], cohort, None)
+        theta = tree_map(lambda x: x.to(cohort.device), theta)
+        state = self._after(theta, sums.update, sent["about"], cohort, None)
+        if isinstance(state.moments, Moments):
+            self._check_columns(state.moments, cohort)
+        return state
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
@@ -288,10 +296,7 @@ class UIFCA(PointAlgorithm):
         """Algorithm 4 for all K models: in closed form, or by averaging."""
         task = cohort.task
         if isinstance(state.moments, Moments) and task.from_moments is not None:
-            mean, covariance = covariances(state.moments, state.shrinks, self.ridge)
-            found = task.from_moments(mean, covariance)
-            enough = state.sizes > 1
-            return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
+            return self._fitted(state, state.moments, task.from_moments)
         begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
         begin = tree_map(lambda x: x.to(cohort.device), begin)
         return self._averaged(begin, state.pull, state.sizes, cohort, hold=False)
@@ -334,6 +339,17 @@ class UIFCA(PointAlgorithm):
         losses = cohort.combine(self.judge, tree_map(lambda x: x.flatten(0, 1), theta)).update[0].cpu()
         best = losses.reshape(self.restarts, count, self.k).sum(2).argmin(1)
         return torch.tensor(PULLS)[best]
+
+    def _fitted(self, state: State, moments: Moments, fit: Callable[[Tensor, Tensor], Params]) -> Params:
+        """The likeliest models; a cluster of one point or none keeps its old one."""
+        mean, covariance = covariances(moments, state.shrinks, self.ridge)
+        enough = state.sizes > 1
+        covariance = _where(enough, covariance, torch.eye(mean.shape[-1], dtype=mean.dtype).expand_as(covariance))
+        try:
+            found = fit(mean, covariance)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+            raise ValueError(self._singular(state, covariance)) from None
+        return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
 
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
         found = tree_map(lambda x: x[0].cpu(), update)
@@ -384,6 +400,27 @@ class UIFCA(PointAlgorithm):
         if self.k > (points := int(cohort.sizes.sum())):
             raise ValueError(f"UIFCA: k must be at most the number of points of all clients, {points}, got {self.k}")
 
+    def _check_columns(self, moments: Moments, cohort: Cohort) -> None:
+        """Name the columns whose variance is the ridge alone; refuse them where there is none."""
+        columns = constant_columns(Moments(moments.number[0], moments.first[0], moments.second[0], moments.about))
+        if not columns:
+            return
+        told = f"UIFCA: {_named(columns)} constant over all points"
+        if len(columns) == moments.first.shape[-1]:
+            raise ValueError(f"{told}: all points are the same")
+        if self.ridge == 0:
+            raise ValueError(f"{told}, so that without a ridge there is no density; leave it out, or set ridge above 0")
+        if cohort.leads:
+            log.warning("%s; a ridge of %g of the mean variance keeps the density finite", told, self.ridge)
+
+    def _singular(self, state: State, covariance: Tensor) -> str:
+        """What to tell if a covariance has no inverse."""
+        r, j = (torch.linalg.cholesky_ex(covariance).info > 0).nonzero()[0].tolist()
+        return (
+            f"UIFCA: round {state.round + 1}: the covariance of cluster {j} ({int(state.sizes[r, j])} points in "
+            f"{covariance.shape[-1]} dimensions) is singular with a ridge of {self.ridge:g}; a larger one helps"
+        )
+
 
 def _best(state: State) -> int:
     """The restart of the greatest likelihood; those that shrink come first, for without it likelihoods are higher."""
@@ -393,3 +430,12 @@ def _best(state: State) -> int:
 
 def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(which.to(old.device).reshape(*which.shape, *[1] * (old.dim() - which.dim())), new, old)
+
+
+def _named(columns: list[int]) -> str:
+    """Columns and their verb, for a message: at most the first few by number."""
+    if len(columns) == 1:
+        return f"column {columns[0]} is"
+    first = ", ".join(str(j) for j in columns[:NAMED])
+    more = f" and {len(columns) - NAMED} more" if len(columns) > NAMED else ""
+    return f"columns {first}{more} are"

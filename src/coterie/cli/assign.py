@@ -1,8 +1,9 @@
-"""Placing clients from a file, with nothing but a run folder."""
+"""Placing clients or points from a file, with nothing but a run folder."""
 
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import zipfile
 from pathlib import Path
@@ -22,10 +23,10 @@ log = logging.getLogger("coterie")
 
 
 def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
-    """The cluster of every client in a file: a dict of client, rows, cluster."""
+    """The cluster of every client in a file: dicts of client, rows, cluster. Of every row, if the run groups points."""
     algorithm, task, state = restored(run)
     if isinstance(algorithm, PointAlgorithm):
-        raise ValueError(f"{run}: {type(algorithm).__name__} groups points, not clients; in Python, run.assign(x) does")
+        return _assign_points(algorithm, task, state, data)
     kind = read_config(run)["task"]["kind"]
     clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
     clients.check(task)
@@ -34,6 +35,26 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
         x, y = clients.train.client(i)
         found.append({"client": name, "rows": len(x), "cluster": assign(algorithm, state, task, x, y)})
     return found
+
+
+def _assign_points(algorithm: PointAlgorithm, task: Task, state: Any, path: Path) -> list[dict[str, Any]]:
+    """The cluster of every row of a file: dicts of client, row, cluster, in the file's order; y is not looked at."""
+    x, _, client = _read(path, targets=False)
+    clients = _by_client(x.astype(np.float32), np.zeros(len(x), dtype=np.int64), client)
+    clients.check(task)
+    labels = assign(algorithm, state, task, x.astype(np.float32), None)
+    assert isinstance(labels, np.ndarray)  # for it groups points
+    told = zip(client.tolist(), labels.tolist(), strict=True)
+    return [{"client": str(name), "row": row, "cluster": cluster} for row, (name, cluster) in enumerate(told)]
+
+
+def write_csv(found: list[dict[str, Any]], path: Path) -> None:
+    """What was found, a line each."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(found[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(found)
+    snapshot.write_text(path, text.getvalue())
 
 
 def restored(run: Path) -> tuple[Algorithm, Task, Any]:
@@ -61,42 +82,54 @@ def read_clients(path: Path, *, labels: bool, words: bool = False) -> Federation
         labels: Whether y holds whole numbers.
         words: Whether x does.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
-    if path.suffix not in (".npz", ".csv"):
-        raise ValueError(f"{path} must be .npz or .csv")
-    x, y, client = _read_npz(path) if path.suffix == ".npz" else _read_csv(path)
-    if not len(x) == len(y) == len(client) > 0:
-        raise ValueError(
-            f"{path}: x, y and client must be as long as each other, got {len(x)}, {len(y)}, {len(client)}"
-        )
+    x, y, client = _read(path, targets=True)
     if labels and not np.array_equal(y, y.astype(np.int64)):
         raise ValueError(f"{path}: labels must be whole numbers, got {y[y != y.astype(np.int64)][0]}")
-    x, y = x.astype(np.int64 if words else np.float32), y.astype(np.int64 if labels else np.float32)
+    return _by_client(x.astype(np.int64 if words else np.float32), y.astype(np.int64 if labels else np.float32), client)
+
+
+def _by_client(x: np.ndarray, y: np.ndarray, client: np.ndarray) -> Federation:
     names = list(dict.fromkeys(client.tolist()))
     rows = [(x[client == name], y[client == name]) for name in names]
     return Federation.from_clients(rows, ids=[str(name) for name in names])
 
 
-def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read(path: Path, *, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, y and client of a file, row by row; unless `targets` are needed, y may be missing."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    if path.suffix not in (".npz", ".csv"):
+        raise ValueError(f"{path} must be .npz or .csv")
+    x, y, client = (_read_npz if path.suffix == ".npz" else _read_csv)(path, targets)
+    if not len(x) == len(y) == len(client) > 0:
+        raise ValueError(
+            f"{path}: x, y and client must be as long as each other, got {len(x)}, {len(y)}, {len(client)}"
+        )
+    return x, y, client
+
+
+def _read_npz(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
     except (ValueError, OSError, zipfile.BadZipFile):
         raise ValueError(f"{path} cannot be read as .npz") from None
-    if not {"x", "y"} <= set(arrays):
-        raise ValueError(f"{path} must hold arrays x and y, it holds {', '.join(arrays) or 'none'}")
-    client = arrays.get("client", np.full(len(arrays["y"]), path.stem))
-    return arrays["x"], arrays["y"], client
+    needed = ["x", "y"] if targets else ["x"]
+    if not set(needed) <= set(arrays):
+        what = "arrays x and y" if targets else "an array x"
+        raise ValueError(f"{path} must hold {what}, it holds {', '.join(arrays) or 'none'}")
+    rows = len(arrays["x"])
+    return arrays["x"], arrays.get("y", np.zeros(rows)), arrays.get("client", np.full(rows, path.stem))
 
 
-def _read_csv(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A header; a column y, a column client if there are several, and all other columns are features."""
+def _read_csv(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A header; a column y if needed, a column client if there are several, and all other columns are features."""
     with path.open(newline="", encoding="utf-8") as f:
         header, *lines = list(csv.reader(f)) or [[]]
-    if "y" not in header or not lines:
+    if (targets and "y" not in header) or not set(header) - {"y", "client"} or not lines:
+        wanted = "a column 'y' and columns of features" if targets else "columns of features"
         raise ValueError(
-            f"{path} needs a header with a column 'y', and rows; its columns are {', '.join(header) or 'none'}"
+            f"{path} needs a header with {wanted}, and rows; its columns are {', '.join(header) or 'none'}"
         )
     for number, line in enumerate(lines, 2):
         if len(line) != len(header):
@@ -109,5 +142,5 @@ def _read_csv(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             values[name] = np.array(cells, dtype=np.float32)
         except ValueError as error:
             raise ValueError(f"{path}: column '{name}': {error}") from None
-    y = values.pop("y")
+    y = values.pop("y", np.zeros(len(lines), dtype=np.float32))
     return np.stack(list(values.values()), 1), y, client

@@ -98,12 +98,15 @@ def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders.")], as
 def assign(
     run: Annotated[Path, typer.Argument(help="A finished run folder.")],
     data: Annotated[Path, typer.Argument(help=".npz with x, y and optionally client; or .csv with a header.")],
+    out: Annotated[Path | None, typer.Option(help="Also write the clusters: a .csv.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cluster of clients that were not there."""
-    from coterie.cli.assign import assign_file
+    """Find the cluster of clients that were not there, or of each point where a run groups points."""
+    from coterie.cli.assign import assign_file, write_csv
 
     found = assign_file(run, data)
+    if out:
+        write_csv(found, out)
     display.emit(found, as_json, lambda: display.assigned(found))
 
 

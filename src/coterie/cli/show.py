@@ -119,11 +119,24 @@ def demo(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def assigned(found: list[dict[str, Any]]) -> None:
-    """Clients and their clusters."""
+    """Clients and their clusters; of points, how many each cluster has and whose they are."""
+    if "row" in found[0]:
+        console.print(_assigned_points(found))
+        return
     table = _table("client", ">rows", ">cluster")
     for row in found:
         table.add_row(row["client"], str(row["rows"]), str(row["cluster"]))
     console.print(table)
+
+
+def _assigned_points(found: list[dict[str, Any]]) -> Table:
+    table = _table("cluster", ">points", "clients")
+    for j in sorted({row["cluster"] for row in found}):
+        clients = Counter(row["client"] for row in found if row["cluster"] == j)
+        more = f" and {len(clients) - 4} more" if len(clients) > 4 else ""
+        told = ", ".join(f"{name} ({n})" for name, n in clients.most_common(4))
+        table.add_row(str(j), str(clients.total()), told + more)
+    return table
 
 
 def text(content: str) -> None:

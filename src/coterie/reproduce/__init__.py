@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.reproduce import (
+    assignment,
     contraction,
     geometry,
     newcomers,
@@ -37,6 +38,7 @@ KINDS = {
     "norms": norms,
     "newcomers": newcomers,
     "purity": purity,
+    "assignment": assignment,
     "recovery": recovery,
     "rates": rates,
     "subspace": subspace,
