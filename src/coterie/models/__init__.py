@@ -4,6 +4,7 @@ from torch import nn
 
 from coterie.models.cnn import CNN
 from coterie.models.flow import AffineFlow
+from coterie.models.gan import GAN
 from coterie.models.linear import Linear, Polynomial
 from coterie.models.lstm import LSTM
 from coterie.models.mlp import MLP
@@ -15,6 +16,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "cnn": CNN,
     "lstm": LSTM,
     "affine_flow": AffineFlow,
+    "gan": GAN,
 }
 
-__all__ = ["CNN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial"]
+__all__ = ["CNN", "GAN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial"]
