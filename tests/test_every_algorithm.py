@@ -22,7 +22,7 @@ SETTINGS = {"k": 3, "tau": 3, "lr": 0.1}  # a k where one is needed, and little 
 OWN = {
     "fedx": {"lr": 0.05},
     "uifca": {"restarts": 2},
-    "clustergan": {"lr": 1e-3, "steps": 2, "critic": 2, "batch": 8},
+    "clustergan": {"lr": 1e-3, "steps": 1, "critic": 2, "batch": 8},
     "mixed_regression": {"init": ct.MomentDescent(clients=12, ell=4, rounds=2, reuse=True), "lr": None},
 }
 

@@ -28,6 +28,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CFL", "IFCA", "KFED", "UIFCA", "Balanced", "ClusterGAN", "Diagnosis", "Disturbed", "Diverged", "FarthestFirst",
-    "FedAvg", "FedX", "Federation", "LocalOnly", "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run", "Scores", "Task",
-    "data", "diagnose", "fit", "models",
+    "FedAvg", "FedX", "Federation", "LocalOnly", "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run",
+    "Scores", "Task", "data", "diagnose", "fit", "models",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,9 @@ class Task:
         """
         missing = [n for n in ("generator", "critic", "encoder", "dz", "k") if not hasattr(module, n)]
         if missing:
-            raise ValueError(f"Task.adversarial: {_name(module)} has no {', '.join(missing)}; models.GAN has all of them")
+            raise ValueError(
+                f"Task.adversarial: {_name(module)} has no {', '.join(missing)}; models.GAN has all of them"
+            )
         task = cls.from_module(
             module,
             loss=_doubt,
@@ -165,7 +167,7 @@ class Task:
             spec={"kind": "adversarial", **_spec(module)},
         )
         parts = (_part(module, name) for name in ("generator", "critic", "encoder"))
-        return replace(task, networks=Networks(*parts, dz=int(module.dz), k=int(module.k)))
+        return replace(task, networks=Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k)))
 
     @classmethod
     def distance(cls) -> Task:

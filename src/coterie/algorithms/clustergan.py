@@ -5,9 +5,9 @@ ClusterGAN: Latent Space Clustering in Generative Adversarial Networks
 Efficient Clustering Frameworks for Federated Learning Systems
     Jichan Chung. UCB/EECS-2023-212, Section 4.2, which takes it as a baseline for UIFCA.
 
-A code is (z_n, z_c), with z_n normal and z_c the one-hot of a cluster. A generator makes points of codes so that a critic
-cannot tell them from real ones, and an encoder finds the codes of what was generated. A real point's cluster is the one
-that the encoder finds likeliest.
+A code is (z_n, z_c), with z_n normal and z_c the one-hot of a cluster. A generator makes points of codes so that a
+critic cannot tell them from real ones, and an encoder finds the codes of what was generated. A real point's cluster is
+the one that the encoder finds likeliest.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class ClusterGAN(PointAlgorithm):
                 real = x[rows.flatten()]
                 between = made + share.reshape(-1, *[1] * (x.dim() - 1)) * (real - made)
                 for batch in zip(*(v.split(self.batch) for v in (real, made, between)), strict=True):
-                    critic = self._step(critic, lambda p, batch=batch: self._criticism(networks, unflat(p, judge), *batch))
+                    critic = self._step(
+                        critic, lambda p, batch=batch: self._criticism(networks, unflat(p, judge), *batch)
+                    )
                 found = unflat(critic.at, judge)
                 player = self._step(
                     player, lambda p, z=z[-1], found=found: self._play(networks, {**unflat(p, maker), **found}, z)
