@@ -1,5 +1,7 @@
 """ClusterGAN: its losses against plain autograd, and whether it finds clusters."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -24,14 +26,15 @@ def small_gan(**settings):
 
 
 def test_separated_clusters_are_found():
-    federation = ct.data.gaussian_clusters(k=3, p=0.5, seed=0, clients=2, points=200, d=4, separation=2.0, sigma=0.2)
-    task = ct.Task.adversarial(ct.models.GAN((4,), k=3, dz=2, hidden=(64,)))
-    run = ct.fit(ct.ClusterGAN(k=3, critic=3, lr=3e-3), task, federation, rounds=12, evaluations=1)
+    federation = ct.data.gaussian_clusters(k=3, p=0.0, seed=0, clients=2, points=200, d=8, separation=2.0, sigma=0.2)
+    make = partial(ct.models.GAN, (8,), k=3, dz=2, hidden=(64,))
+    algorithm = ct.ClusterGAN(k=3, critic=3, lr=3e-3)
+    run = ct.fit(algorithm, ct.Task.adversarial(make()), federation, rounds=10, evaluations=1)
     assert run.purity > 0.95
     found = run.assign(federation.train.x)
     assert np.bincount(found).tolist() == run.scores.table.sum(1).tolist()
     assert sum(run.history[-1]["members"]) == 400 and len(run.models) == 1
-    module = ct.models.GAN((4,), k=3, dz=2, hidden=(64,))
+    module = make()
     module.load_state_dict(run.models[0])
     assert np.array_equal(module(federation.train.x).argmax(1).numpy(), found)
 

@@ -55,7 +55,8 @@ class ClusterGAN(PointAlgorithm):
         critic: Critic steps before each of them.
         batch: Points of a step, drawn with replacement.
         lr: Step size.
-        optimiser: "adam" or "sgd". Adam's moments begin anew in every round: they forget after ten steps anyway.
+        optimiser: "adam" or "sgd". Adam's moments begin anew in every round: with β₂ = 0.9 they forget within ten steps
+            anyway, and clients need not keep them.
         penalty: How heavily the critic's slope counts where it is not 1.
         beta_n: How heavily the encoder's error in z_n counts.
         beta_c: How heavily its error in z_c counts.
