@@ -34,6 +34,7 @@ def test_separated_clusters_are_found():
     found = run.assign(federation.train.x)
     assert np.bincount(found).tolist() == run.scores.table.sum(1).tolist()
     assert sum(run.history[-1]["members"]) == 400 and len(run.models) == 1
+    assert run.history[1]["changed"] > 0 == run.history[-1]["changed"]
     module = make()
     module.load_state_dict(run.models[0])
     assert np.array_equal(module(federation.train.x).argmax(1).numpy(), found)

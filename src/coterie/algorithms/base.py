@@ -219,6 +219,12 @@ def membership(label: Tensor, k: int, mask: Tensor) -> Tensor:
     return (label[:, None] == torch.arange(k, device=label.device)) * mask[:, None]
 
 
+def remembered(labels: Tensor, n: int) -> Tensor:
+    """The labels that a client kept (…, n); chunks may have padded them to another length."""
+    short = n - labels.shape[-1]
+    return torch.nn.functional.pad(labels, (0, short), value=-1) if short > 0 else labels[..., :n]
+
+
 def choosing(task: Task) -> ClientStep:
     """A client step: which of the models sent serves the client best, and how well."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from coterie.algorithms.base import PointAlgorithm, Report, membership
+from coterie.algorithms.base import PointAlgorithm, Report, membership, remembered
 from coterie.client import ClientStep, Local, Reply, gradient_of
 from coterie.cohort import Cohort, slot_mean
 from coterie.key import Key
@@ -39,6 +39,7 @@ class State(NamedTuple):
 
     theta: Params  # generator, critic and encoder, stacked (1, …)
     members: Tensor  # points of each cluster (k,), under the model that the last round began with
+    moved: Tensor  # points that have another cluster under it than under the one before
     clients: int
     round: int
 
@@ -84,14 +85,14 @@ class ClusterGAN(PointAlgorithm):
         """Networks, drawn at random."""
         self._networks(task)
         theta = tree_map(lambda x: x.to(cohort.device), stack([task.init(key.fold(0))]))
-        return State(theta, torch.zeros(self.k), cohort.population, 0)
+        return State(theta, torch.zeros(self.k), torch.zeros(()), cohort.population, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Let all clients train, and average, weighted by their points."""
         sums = cohort.combine(self.train, take(state.theta, 0))
-        mean = slot_mean(sums, otherwise={"theta": state.theta, "shares": state.members[None].to(cohort.device)})
-        members = (mean["shares"][0] * sums.weight[0]).round().cpu()
-        after = State(mean["theta"], members, state.clients, state.round + 1)
+        theta = slot_mean(sums._replace(update=sums.update["theta"]), otherwise=state.theta)
+        members, moved = (sums.update[name][0].round().cpu() for name in ("members", "moved"))
+        after = State(theta, members, moved, state.clients, state.round + 1)
         return after, Report(cohort.clients, sums.note["loss"])
 
     def train(self, task: Task) -> ClientStep:
@@ -121,9 +122,16 @@ class ClusterGAN(PointAlgorithm):
                     player, lambda p, z=z[-1], found=found: self._play(networks, {**unflat(p, maker), **found}, z)
                 )
             end = {**unflat(critic.at, judge), **unflat(player.at, maker)}
-            shares = membership(_labels(networks, theta, x), self.k, mask).sum(0) / mask.sum().clamp(min=1)
-            update = {"theta": {n: end[n] for n in theta}, "shares": shares}
-            return Reply(update, mask.sum(), torch.zeros((), dtype=torch.long), {"loss": loss})
+            label = _labels(networks, theta, x)
+            before = remembered(local.memory, len(label)) if isinstance(local.memory, Tensor) else label
+            # Whatever is sent counts by the client's points, so counts are sent as shares.
+            share = mask / mask.sum().clamp(min=1)
+            update = {
+                "theta": {n: end[n] for n in theta},
+                "members": membership(label, self.k, share).sum(0),
+                "moved": ((label != before) * share).sum(),
+            }
+            return Reply(update, mask.sum(), torch.zeros((), dtype=torch.long), {"loss": loss}, label)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
             g = key.fold(_DRAWS, *when).generator()
@@ -153,6 +161,10 @@ class ClusterGAN(PointAlgorithm):
     def models(self, state: State) -> Params:
         """The one model, which tells all clusters apart."""
         return state.theta
+
+    def changed(self, before: State, after: State) -> int:
+        """Points that changed their cluster."""
+        return int(after.moved)
 
     def _codes(self, draws: dict[str, Tensor]) -> Tensor:
         """Codes (…, dz + k) of what was drawn."""

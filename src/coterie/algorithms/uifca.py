@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from coterie.algorithms.base import PointAlgorithm, Report, each_nearest
+from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, remembered
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.shrinkage import Moments, covariances
 from coterie.algorithms.starts import Given
@@ -159,7 +159,7 @@ class UIFCA(PointAlgorithm):
                 return losses.argmin(0), losses.amin(0) @ local.data.mask
 
             label, loss = each_start(one_start, in_dims=(0,))(sent["theta"])
-            return self._counted(label, self._kept(local), sent["about"], local, loss)
+            return self._counted(label, remembered(local.memory, len(local.data.mask)), sent["about"], local, loss)
 
         return ClientStep(run)
 
@@ -167,7 +167,7 @@ class UIFCA(PointAlgorithm):
         """Algorithm 5 for all K models, each on the points that are assigned to it."""
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            own = self._members(self._kept(local), local.data)  # (r, k, n)
+            own = self._members(remembered(local.memory, len(local.data.mask)), local.data)  # (r, k, n)
             batches = local.draws["batches"] if self.batch else None
 
             def train(theta: Params, mask: Tensor) -> Params:
@@ -237,12 +237,6 @@ class UIFCA(PointAlgorithm):
     def _members(self, label: Tensor, data: Data) -> Tensor:
         """1 where a real point is in a cluster (r, k, n)."""
         return (label[:, None] == torch.arange(self.k, device=label.device)[:, None]) * data.mask
-
-    def _kept(self, local: Local) -> Tensor:
-        """The assignment that the client remembers (r, n); chunks may have padded it to another length."""
-        n = len(local.data.mask)
-        short = n - local.memory.shape[1]
-        return torch.nn.functional.pad(local.memory, (0, short), value=-1) if short > 0 else local.memory[:, :n]
 
     # --- what the server does ------------------------------------------------------------------------------------
 
