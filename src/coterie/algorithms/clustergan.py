@@ -105,29 +105,12 @@ class ClusterGAN(PointAlgorithm):
         def run(theta: Params, local: Local) -> Reply:
             x, mask, codes = local.data.x, local.data.mask, self._codes(local.draws)
             loss = self._decoding(networks, theta, networks.generate(theta, codes[0, -1]), codes[0, -1])
-            judge = {n: p for n, p in theta.items() if n.startswith("critic.")}
-            maker = {n: p for n, p in theta.items() if n not in judge}
-            # Parameters lie side by side: a step is then a few operations, however many layers there are.
-            critic, player = Moving.begin(flat(judge, 0)), Moving.begin(flat(maker, 0))
-            for rows, share, z in zip(local.draws["rows"], local.draws["share"], codes, strict=True):
-                made = networks.generate(unflat(player.at, maker), z[:-1].flatten(0, 1))
-                real = x[rows.flatten()]
-                between = made + share.reshape(-1, *[1] * (x.dim() - 1)) * (real - made)
-                for batch in zip(*(v.split(self.batch) for v in (real, made, between)), strict=True):
-                    critic = self._step(
-                        critic, lambda p, batch=batch: self._criticism(networks, unflat(p, judge), *batch)
-                    )
-                found = unflat(critic.at, judge)
-                player = self._step(
-                    player, lambda p, z=z[-1], found=found: self._play(networks, {**unflat(p, maker), **found}, z)
-                )
-            end = {**unflat(critic.at, judge), **unflat(player.at, maker)}
             label = _labels(networks, theta, x)
             before = remembered(local.memory, len(label)) if isinstance(local.memory, Tensor) else label
-            # Whatever is sent counts by the client's points, so counts are sent as shares.
+            # What is sent is multiplied by the client's points, so counts are sent as shares.
             share = mask / mask.sum().clamp(min=1)
             update = {
-                "theta": {n: end[n] for n in theta},
+                "theta": self._trained(networks, theta, x, codes, local.draws),
                 "members": membership(label, self.k, share).sum(0),
                 "moved": ((label != before) * share).sum(),
             }
@@ -137,7 +120,7 @@ class ClusterGAN(PointAlgorithm):
             g = key.fold(_DRAWS, *when).generator()
             return {
                 "rows": torch.randint(max(1, n), (self.steps, self.critic, self.batch), generator=g),
-                "share": torch.rand(self.steps, self.critic, self.batch, generator=g),
+                "between": torch.rand(self.steps, self.critic, self.batch, generator=g),
                 "normal": torch.randn(self.steps, self.critic + 1, self.batch, networks.dz, generator=g),
                 "cluster": torch.randint(self.k, (self.steps, self.critic + 1, self.batch), generator=g),
             }
@@ -165,6 +148,25 @@ class ClusterGAN(PointAlgorithm):
     def changed(self, before: State, after: State) -> int:
         """Points that changed their cluster."""
         return int(after.moved)
+
+    def _trained(self, networks: Networks, theta: Params, x: Tensor, codes: Tensor, draws: dict[str, Tensor]) -> Params:
+        """The networks after all steps on rows x, for codes (steps, critic + 1, batch, dz + k)."""
+        judge = {n: p for n, p in theta.items() if n.startswith("critic.")}
+        maker = {n: p for n, p in theta.items() if n not in judge}
+        # Parameters lie side by side: a step is then a few operations, however many layers there are.
+        critic, player = Moving.begin(flat(judge, 0)), Moving.begin(flat(maker, 0))
+        for rows, part, z in zip(draws["rows"], draws["between"], codes, strict=True):
+            real = x[rows.flatten()]
+            made = networks.generate(unflat(player.at, maker), z[:-1].flatten(0, 1))
+            between = made + part.reshape(-1, *[1] * (x.dim() - 1)) * (real - made)
+            for batch in zip(*(v.split(self.batch) for v in (real, made, between)), strict=True):
+                critic = self._step(critic, lambda p, batch=batch: self._criticism(networks, unflat(p, judge), *batch))
+            fixed = unflat(critic.at, judge)
+            player = self._step(
+                player, lambda p, z=z[-1], fixed=fixed: self._play(networks, {**unflat(p, maker), **fixed}, z)
+            )
+        end = {**unflat(critic.at, judge), **unflat(player.at, maker)}
+        return {n: end[n] for n in theta}  # in the order in which they came
 
     def _codes(self, draws: dict[str, Tensor]) -> Tensor:
         """Codes (…, dz + k) of what was drawn."""
