@@ -22,6 +22,7 @@ SETTINGS = {"k": 3, "tau": 3, "lr": 0.1}  # a k where one is needed, and little 
 OWN = {
     "fedx": {"lr": 0.05},
     "uifca": {"restarts": 2},
+    "clustergan": {"lr": 1e-3, "steps": 1, "critic": 2, "batch": 8},
     "mixed_regression": {"init": ct.MomentDescent(clients=12, ell=4, rounds=2, reuse=True), "lr": None},
 }
 
@@ -55,6 +56,7 @@ VARIANTS = {
     "from_random": {"init": "random", "shrink": False, "restarts": 2},
     "from_kfed": {"init": "kfed", "shrink": True, "restarts": 1},
     "disturbed": {"init": ct.Disturbed(0.5), "shrink": True, "restarts": 2},
+    "by_sgd": {"optimiser": "sgd", "lr": 0.01},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
 }
 
@@ -71,6 +73,7 @@ def problems(task, ragged, regression, points):
         ct.MixedRegression: regression,
         ct.KFED: (ct.Task.distance(), points),
         ct.UIFCA: (ct.Task.density(ct.models.AffineFlow(6)), points),
+        ct.ClusterGAN: (ct.Task.adversarial(ct.models.GAN((6,), k=3, dz=2, hidden=(8,))), points),
     }
     return {cls: own.get(cls, (task, ragged)) for cls in ALGORITHMS.values()}
 

@@ -7,6 +7,7 @@ from coterie.algorithms import (
     KFED,
     UIFCA,
     Balanced,
+    ClusterGAN,
     Disturbed,
     FarthestFirst,
     FedAvg,
@@ -26,7 +27,7 @@ from coterie.task import Task
 __version__ = "0.1.0"
 
 __all__ = [
-    "CFL", "IFCA", "KFED", "UIFCA", "Balanced", "Diagnosis", "Disturbed", "Diverged", "FarthestFirst", "FedAvg", "FedX",
-    "Federation", "LocalOnly", "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run", "Scores", "Task",
-    "data", "diagnose", "fit", "models",
+    "CFL", "IFCA", "KFED", "UIFCA", "Balanced", "ClusterGAN", "Diagnosis", "Disturbed", "Diverged", "FarthestFirst",
+    "FedAvg", "FedX", "Federation", "LocalOnly", "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run",
+    "Scores", "Task", "data", "diagnose", "fit", "models",
 ]  # fmt: skip

@@ -95,7 +95,7 @@ def mean_loss(task: Task, params: Params, data: Data) -> Tensor:
 
 def mean_gradient(task: Task, params: Params, data: Data) -> Params:
     """∇F_i(θ)."""
-    return _gradient(lambda p: mean_loss(task, p, data), params)[0]
+    return gradient_of(lambda p: mean_loss(task, p, data), params)[0]
 
 
 def pick(data: Data, rows: Tensor) -> Data:
@@ -137,7 +137,7 @@ def local_update(
     start, first = theta, torch.zeros(())
     for q in range(tau):
         batch = data if batches is None else pick(data, batches[q])
-        gradient, loss = _gradient(lambda p, batch=batch: mean_loss(task, p, batch), theta)
+        gradient, loss = gradient_of(lambda p, batch=batch: mean_loss(task, p, batch), theta)
         first = loss if q == 0 else first
         if prox:
             gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, theta, start)
@@ -150,7 +150,7 @@ def adam_update(task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, 
     now = Moving.begin(flat(theta, 0))
     for q in range(tau):
         batch = data if batches is None else pick(data, batches[q])
-        slope, _ = _gradient(lambda p, batch=batch: mean_loss(task, unflat(p["at"], theta), batch), {"at": now.at})
+        slope, _ = gradient_of(lambda p, batch=batch: mean_loss(task, unflat(p["at"], theta), batch), {"at": now.at})
         now = now.step(slope["at"], lr)
     return unflat(now.at, theta)
 
@@ -169,7 +169,7 @@ def each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) ->
     return every
 
 
-def _gradient(function: Callable[[Params], Tensor], theta: Params) -> tuple[Params, Tensor]:
+def gradient_of(function: Callable[[Params], Tensor], theta: Params) -> tuple[Params, Tensor]:
     """The gradient of a function, and its value."""
     if peek_interpreter_stack() is not None:  # inside vmap
         return grad_and_value(function)(theta)

@@ -24,6 +24,7 @@ TASKS = {
     "regressor": Task.regressor,
     "language_model": Task.language_model,
     "density": Task.density,
+    "adversarial": Task.adversarial,
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from coterie import metrics
-from coterie.algorithms.base import Algorithm, PointAlgorithm
+from coterie.algorithms.base import Algorithm, PointAlgorithm, membership
 from coterie.client import ClientStep, Local, Reply, mean_loss
 from coterie.cohort import Cohort
 from coterie.parameter_tree import ParameterTree
@@ -131,8 +131,8 @@ class PointScorer:
         def run(theta: Params, local: Local) -> Reply:
             label = inner.run(theta, local).note["label"]
             mask, rows = local.data.mask, local.data.mask.sum()
-            own = (label[:, None] == torch.arange(self.algorithm.k, device=label.device)) * mask[:, None]  # (n, k)
-            each = vmap(lambda t: task.score(t, local.data))(theta).T  # (n, k)
+            own = membership(label, self.algorithm.k, mask)
+            each = vmap(lambda t: task.score(t, local.data))(theta).T  # (n, k), or (n, 1) if all have one model
             true = local.data.y[:, None] == torch.arange(self.groups, device=label.device)
             note = {"table": own.T @ true.to(own), "score": (each * own).nan_to_num().sum() / rows}
             return Reply((), rows, own.sum(0).argmax(), note)

@@ -395,7 +395,7 @@ def _summary(run: Run) -> dict[str, Any]:
     return {
         "metric": run.scores.metric,
         "score": run.score,
-        "clusters": len(next(iter(run.algorithm.models(run.state).values()))),
+        "clusters": len(run.algorithm.members(run.state)),
         **run.scores.clustering,
         "per_cluster": {str(j): v for j, v in run.scores.per_cluster.items()},
         "per_client": [None if math.isnan(v) else v for v in run.scores.per_client.tolist()],

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,19 @@ class Data(NamedTuple):
     x: Tensor
     y: Tensor
     mask: Tensor  # 1 for a real row, 0 for padding
+
+
+class Networks(NamedTuple):
+    """The networks of an adversarial task, each a pure function of the parameters of all and of rows or codes.
+
+    A code (n, dz + k) is dz numbers, and then a cluster's one-hot; an encoder gives logits in its place.
+    """
+
+    generate: Callable[[Params, Tensor], Tensor]  # from codes to rows
+    judge: Callable[[Params, Tensor], Tensor]  # from rows to the critic's opinion of each (n, 1)
+    encode: Callable[[Params, Tensor], Tensor]  # from rows to codes
+    dz: int
+    k: int
 
 
 def _no_ensemble() -> Task:
@@ -48,6 +61,7 @@ class Task:
         from_moments: `from_moments(mean, covariance)` are the likeliest parameters of a density that has a closed form;
             None for others.
         location: Names of a density's parameters that say where its rows lie rather than how they are spread.
+        networks: Those of an adversarial task; None for others.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `coterie.tree.stack` makes them, and its loss and score are those of the models' mixed output: the mean
             of the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
@@ -70,6 +84,7 @@ class Task:
     features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
     location: tuple[str, ...] = ()
+    networks: Networks | None = field(default=None, repr=False)
     ensemble: Callable[[], Task] = field(default=_no_ensemble, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
@@ -132,6 +147,34 @@ class Task:
         return replace(
             task, from_moments=getattr(module, "from_moments", None), location=tuple(getattr(module, "location", ()))
         )
+
+    @classmethod
+    def adversarial(cls, module: nn.Module) -> Task:
+        """Clusters by a generator, a critic and an encoder, such as those of `coterie.models.GAN`.
+
+        They are trained against each other (see `ClusterGAN`), by losses of whole batches. The loss of a row, which is
+        also its score, is how much the encoder doubts its cluster: -log of the likeliest one's probability. y plays no
+        part in it.
+
+        Args:
+            module: Has submodules `generator`, `critic` and `encoder`, the numbers `dz` and `k` of a code, and returns
+                the encoder's logits.
+        """
+        missing = [n for n in ("generator", "critic", "encoder", "dz", "k") if not hasattr(module, n)]
+        if missing:
+            raise ValueError(
+                f"Task.adversarial: {_name(module)} has no {', '.join(missing)}; models.GAN has all of them"
+            )
+        task = cls.from_module(
+            module,
+            loss=_doubt,
+            score=_doubt,
+            metric="nats",
+            mix=_mean_probability,
+            spec={"kind": "adversarial", **_spec(module)},
+        )
+        parts = (_part(module, name) for name in ("generator", "critic", "encoder"))
+        return replace(task, networks=Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k)))
 
     @classmethod
     def distance(cls) -> Task:
@@ -286,6 +329,17 @@ def _refuse(module: nn.Module) -> None:
             raise ValueError(f"{where} draws random numbers inside the model; set p=0 or remove it")
 
 
+def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
+    """One submodule, as a function of the whole module's parameters."""
+    skeleton, prefix = copy.deepcopy(module.get_submodule(name)).to("meta"), f"{name}."
+
+    def forward(params: Params, x: Tensor) -> Tensor:
+        own = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+        return functional_call(skeleton, own, (x,))
+
+    return forward
+
+
 def _name(module: nn.Module) -> str:
     return type(module).__name__
 
@@ -321,6 +375,10 @@ def _check_words(out: Tensor, y: Tensor) -> str | None:
 
 def _surprise(out: Tensor, y: Tensor) -> Tensor:
     return -out
+
+
+def _doubt(out: Tensor, y: Tensor) -> Tensor:
+    return -out.log_softmax(-1).amax(-1)
 
 
 def _check_density(out: Tensor, y: Tensor) -> str | None:

@@ -2,6 +2,7 @@
 
 from coterie.algorithms.base import Algorithm, Report
 from coterie.algorithms.cfl import CFL
+from coterie.algorithms.clustergan import ClusterGAN
 from coterie.algorithms.fedavg import FedAvg
 from coterie.algorithms.fedx import FedX
 from coterie.algorithms.ifca import IFCA
@@ -14,6 +15,7 @@ from coterie.algorithms.uifca import UIFCA, Disturbed
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "cfl": CFL,
+    "clustergan": ClusterGAN,
     "fedavg": FedAvg,
     "fedx": FedX,
     "ifca": IFCA,
@@ -33,6 +35,7 @@ __all__ = [
     "UIFCA",
     "Algorithm",
     "Balanced",
+    "ClusterGAN",
     "Disturbed",
     "FarthestFirst",
     "FedAvg",

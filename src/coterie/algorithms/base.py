@@ -95,7 +95,8 @@ class PointAlgorithm(Algorithm):
     """An algorithm that groups points, of which a client may hold several groups'.
 
     Which cluster a point is in is known to its client alone. A state holds `clients` and `members`: how many clients
-    there are, and how many points each cluster has.
+    there are, and how many points each cluster has. `models` are k, one for each cluster, or one that tells them all
+    apart.
 
     Args:
         k: The clusters.
@@ -133,8 +134,7 @@ class PointAlgorithm(Algorithm):
 
         def run(theta: Params, local: Local) -> Reply:
             label = inner.run(theta, local).note["label"]
-            clusters = torch.arange(len(next(iter(theta.values()))), device=label.device)
-            count = ((label[:, None] == clusters) * local.data.mask[:, None]).sum(0)
+            count = membership(label, self.k, local.data.mask).sum(0)
             return Reply((), torch.ones(()), count.argmax(), {})
 
         return ClientStep(run, inner.draw)
@@ -212,6 +212,17 @@ def each_nearest(task: Task, theta: Params, data: Data) -> Tensor:
     """Argmin over j of the loss of θ_j for every row (n,), for models stacked (k, …)."""
     losses = vmap(lambda t: task.loss(t, data))(theta)
     return losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
+
+
+def membership(label: Tensor, k: int, mask: Tensor) -> Tensor:
+    """1 where a real row (n,) is in a cluster (n, k)."""
+    return (label[:, None] == torch.arange(k, device=label.device)) * mask[:, None]
+
+
+def remembered(labels: Tensor, n: int) -> Tensor:
+    """The labels that a client kept (…, n); chunks may have padded them to another length."""
+    short = n - labels.shape[-1]
+    return torch.nn.functional.pad(labels, (0, short), value=-1) if short > 0 else labels[..., :n]
 
 
 def choosing(task: Task) -> ClientStep:

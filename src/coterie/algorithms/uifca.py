@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_out
+from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_out, remembered
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.shrinkage import Moments, constant_columns, covariances
 from coterie.algorithms.starts import Given
@@ -176,7 +176,7 @@ class UIFCA(PointAlgorithm):
                 return losses.argmin(0), losses.amin(0) @ local.data.mask
 
             label, loss = each_start(one_start, in_dims=(0,))(sent["theta"])
-            return self._counted(label, self._kept(local), sent["about"], local, loss)
+            return self._counted(label, remembered(local.memory, len(local.data.mask)), sent["about"], local, loss)
 
         return ClientStep(run)
 
@@ -188,7 +188,7 @@ class UIFCA(PointAlgorithm):
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             seen = 1 - sent["hold"] * (local.draws["held"] > 0)
-            own = self._candidates(self._members(self._kept(local), local.data) * seen, sent["theta"])
+            own = self._candidates(self._members(remembered(local.memory, len(seen)), local.data) * seen, sent["theta"])
 
             def train(theta: Params, mask: Tensor) -> Params:
                 data = local.data._replace(mask=mask)
@@ -212,7 +212,7 @@ class UIFCA(PointAlgorithm):
 
         def run(theta: Params, local: Local) -> Reply:
             held = local.draws["held"] > 0
-            own = self._candidates(self._members(self._kept(local), local.data) * held, theta)
+            own = self._candidates(self._members(remembered(local.memory, len(held)), local.data) * held, theta)
             losses = vmap(lambda t: task.loss(t, local.data))(theta).nan_to_num(nan=torch.inf, posinf=torch.inf)
             update = torch.where(own > 0, losses, 0.0).sum(1)
             return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
@@ -283,12 +283,6 @@ class UIFCA(PointAlgorithm):
         order = torch.where(mask > 0, rank, len(rank)).argsort()
         place = torch.arange(self.steps * (self.batch or 1), device=mask.device) % mask.sum().long().clamp(min=1)
         return order.index_select(0, place).reshape(self.steps, -1)
-
-    def _kept(self, local: Local) -> Tensor:
-        """The assignment that the client remembers (r, n); chunks may have padded it to another length."""
-        n = len(local.data.mask)
-        short = n - local.memory.shape[1]
-        return torch.nn.functional.pad(local.memory, (0, short), value=-1) if short > 0 else local.memory[:, :n]
 
     # --- what the server does ------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from torch import nn
 
 from coterie.models.cnn import CNN
 from coterie.models.flow import AffineFlow, RealNVP, Zuko
+from coterie.models.gan import GAN
 from coterie.models.linear import Linear, Polynomial
 from coterie.models.lstm import LSTM
 from coterie.models.mlp import MLP
@@ -16,6 +17,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "lstm": LSTM,
     "affine_flow": AffineFlow,
     "real_nvp": RealNVP,
+    "gan": GAN,
 }
 
-__all__ = ["CNN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial", "RealNVP", "Zuko"]
+__all__ = ["CNN", "GAN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial", "RealNVP", "Zuko"]
