@@ -81,11 +81,14 @@ class ClientStep(NamedTuple):
             is the client's own and the same in every round; `when` is the round (and whatever the algorithm folded
             into it). Integer tensors of unequal shapes are padded with -1 where clients are stacked.
         plan: What `run` does, where it is something that an executor may know.
+        many: Whether `run` is many small operations, which a GPU does faster than it can be told to: there they are
+            recorded once. `run` must then be the same function whenever the algorithm makes the step.
     """
 
     run: Callable[[Any, Local], Reply]
     draw: Callable[[int, Key, tuple[int, ...]], Any] | None = None
     plan: Plan | None = None
+    many: bool = False
 
 
 def mean_loss(task: Task, params: Params, data: Data) -> Tensor:

@@ -126,7 +126,7 @@ class ClusterGAN(PointAlgorithm):
                 "cluster": torch.randint(self.k, (self.steps, self.critic + 1, self.batch), generator=g),
             }
 
-        return ClientStep(run, draw)
+        return ClientStep(run, draw, many=True)
 
     def points(self, task: Task) -> ClientStep:
         """The encoder's cluster of every row."""

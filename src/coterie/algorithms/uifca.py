@@ -134,7 +134,7 @@ class UIFCA(PointAlgorithm):
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
         if cohort.task.location and bool(state.shrinks.any()) and not self._has_closed_form(cohort.task):
-            state = state._replace(pull=torch.where(state.shrinks, self._chosen(state, cohort), 0.0))
+            state = state._replace(pull=torch.where(state.shrinks, self.chosen(state, cohort), 0.0))
         theta = self._learnt(state, cohort)  # line 5
         about = state.moments.about if isinstance(state.moments, Moments) else ()
         sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
@@ -205,7 +205,7 @@ class UIFCA(PointAlgorithm):
             held = torch.zeros(n, dtype=torch.long).index_fill(0, hold_out(n, HELD_OUT, key)[0], 1)
             return {"held": held, "rank": torch.randperm(n, generator=key.fold(_BATCHES, *when).generator())}
 
-        return ClientStep(run, draw)
+        return ClientStep(run, draw, many=True)
 
     def judge(self, task: Task) -> ClientStep:
         """The loss of held-out points under the models that they are assigned to, for every candidate."""
@@ -293,9 +293,9 @@ class UIFCA(PointAlgorithm):
             return self._fitted(state, state.moments, task.from_moments)
         begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
         begin = tree_map(lambda x: x.to(cohort.device), begin)
-        return self._averaged(begin, state.pull, state.sizes, cohort, hold=False)
+        return self.averaged(begin, state.pull, state.sizes, cohort, hold=False)
 
-    def _averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort, *, hold: bool) -> Params:
+    def averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort, *, hold: bool) -> Params:
         """τ rounds of averaging for models (r, k, …), each restart's pulled together as strongly as `pull` says (r,).
 
         Args:
@@ -324,12 +324,12 @@ class UIFCA(PointAlgorithm):
 
         return {name: x if name in task.location else nearer(x) for name, x in theta.items()}
 
-    def _chosen(self, state: State, cohort: Cohort) -> Tensor:
+    def chosen(self, state: State, cohort: Cohort) -> Tensor:
         """How strongly each restart's models are to be pulled together: what makes held-out points likeliest (r,)."""
         count = len(PULLS)
         theta = tree_map(lambda x: x.to(cohort.device).repeat_interleave(count, 0), state.theta)
         pulls = torch.tensor(PULLS).repeat(self.restarts)
-        theta = self._averaged(theta, pulls, state.sizes.repeat_interleave(count, 0), cohort, hold=True)
+        theta = self.averaged(theta, pulls, state.sizes.repeat_interleave(count, 0), cohort, hold=True)
         losses = cohort.combine(self.judge, tree_map(lambda x: x.flatten(0, 1), theta)).update[0].cpu()
         best = losses.reshape(self.restarts, count, self.k).sum(2).argmin(1)
         return torch.tensor(PULLS)[best]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
+from coterie.executors.graphs import Replayed
 from coterie.executors.store import Store, free_memory
 from coterie.tree import leaves, take, tree_map
 
@@ -23,6 +24,8 @@ CACHED = 32 * 2**20  # bytes of work per chunk on a CPU: larger chunks leave the
 
 
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
+
+RECORDING = ("cuda",)  # devices whose operations can be recorded
 
 Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
 
@@ -39,9 +42,13 @@ class Vectorised(Cohort):
         super().__init__(*args, **kwargs)
         self._store = Store(self.federation, self.device, self.ledger.messages)
         self._cuts: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self._recorded: dict[str, Replayed] = {}
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         run = vmap(lambda sent, local: self.uplink(step.run(sent, local)), in_dims=(None if rows is None else 0, 0))
+
+        if step.many and rows is None and self.device.type in RECORDING:
+            run = self._recorded.setdefault(name, Replayed(run))
 
         def together(at: Tensor) -> Reply:
             sent = shared if rows is None else take(shared, rows[at])
