@@ -17,6 +17,7 @@ from coterie.data.mnist import mnist, mnist_digits, mnist_rotations, rotated_mni
 from coterie.data.news import ag_news, newsgroups
 from coterie.data.points import gaussian_clusters, subspace_clusters
 from coterie.data.regression import mixed_regression, regression_truth
+from coterie.data.representation import rotnet_features
 from coterie.data.source import CHANGES, DATASETS, deal
 from coterie.data.synthetic import linear_mixture
 
@@ -24,5 +25,5 @@ __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
     "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "mnist_digits", "mnist_rotations",
     "newsgroups", "permute_labels", "permuted_digits", "quantity_skew", "random_background", "regression_truth",
-    "rotate", "rotated_digits", "rotated_mnist", "subspace_clusters", "swap_labels",
+    "rotate", "rotated_digits", "rotated_mnist", "rotnet_features", "subspace_clusters", "swap_labels",
 ]  # fmt: skip

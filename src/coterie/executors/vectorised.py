@@ -47,7 +47,8 @@ class Vectorised(Cohort):
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         run = vmap(lambda sent, local: self.uplink(step.run(sent, local)), in_dims=(None if rows is None else 0, 0))
 
-        if step.many and rows is None and self.device.type in RECORDING:
+        recorded = step.many and rows is None and self.device.type in RECORDING
+        if recorded:
             run = self._recorded.setdefault(name, Replayed(run))
 
         def together(at: Tensor) -> Reply:
@@ -61,17 +62,17 @@ class Vectorised(Cohort):
             with self._arithmetic():
                 return tree_map(lambda x: x[None], self.uplink(step.run(sent, local)))
 
-        for at, work in self._chunks(name, together, CACHED, alone):
+        for at, work in self._chunks(name, together, CACHED, alone, timed=not recorded):
             reply = work(at)
             self._remember(at, reply.memory)
             yield at, reply
 
     def _chunks(
-        self, name: str, together: Work, cached: int, alone: Work | None = None
+        self, name: str, together: Work, cached: int, alone: Work | None = None, *, timed: bool = True
     ) -> Iterator[tuple[Tensor, Work]]:
         """Positions of clients that go together, all buckets of them, and how they are to be done."""
         for bucket in self._buckets():
-            size = self._chunk(name, bucket, together, cached, alone)
+            size = self._chunk(name, bucket, together, cached, alone, timed)
             for at in bucket.split(size or 1):
                 yield at, alone if size == 0 and alone is not None else together
 
@@ -103,17 +104,19 @@ class Vectorised(Cohort):
             for position, i in enumerate(self.clients[at].tolist()):
                 self.ledger.memory[i] = take(memory, position)
 
-    def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None) -> int:
+    def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None, timed: bool) -> int:
         """Clients per chunk for this step and client size; 0 to do them one by one."""
         label = f"{name} on up to {size_class(int(self.sizes[bucket].max()))} {self.part} rows"
         if label not in self.ledger.chunks:
-            size, why = self._measured(label, bucket, together, cached, alone)
+            size, why = self._measured(label, bucket, together, cached, alone, timed)
             self.ledger.chunks[label] = size
             way = f"in chunks of {min(size, len(bucket))}" if size else "one by one"
             self.ledger.messages.append(f"vectorised: {label}: {len(bucket)} clients {way} ({why})")
         return self.ledger.chunks[label]
 
-    def _measured(self, label: str, bucket: Tensor, together: Work, cached: int, alone: Work | None) -> tuple[int, str]:
+    def _measured(
+        self, label: str, bucket: Tensor, together: Work, cached: int, alone: Work | None, timed: bool
+    ) -> tuple[int, str]:
         """What fits in memory, and on a CPU no more than its cache likes; or 0, where one by one is faster; and why."""
         try:  # once before, so that what is made once and kept is not counted
             together(bucket[:2])
@@ -136,7 +139,7 @@ class Vectorised(Cohort):
         why = f"{each / 2**20:.2f} MiB a client, {free / 2**30:.1f} GiB free on {self.device}"
         if alone is not None and size == 1:
             return 0, why
-        if alone is not None and self._seconds(together, bucket[:2]) / 2 * len(bucket) > LONG:
+        if timed and alone is not None and self._seconds(together, bucket[:2]) / 2 * len(bucket) > LONG:
             batched = self._seconds(together, bucket[:size]) / len(bucket[:size])
             single = self._seconds(alone, bucket[:1])
             if single < batched:

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from coterie.models.alexnet import AlexNet, rotnet
 from coterie.models.cnn import CNN
 from coterie.models.flow import AffineFlow, RealNVP, Zuko
 from coterie.models.gan import GAN
@@ -20,4 +21,6 @@ MODELS: dict[str, type[nn.Module]] = {
     "gan": GAN,
 }
 
-__all__ = ["CNN", "GAN", "LSTM", "MLP", "MODELS", "AffineFlow", "Linear", "Polynomial", "RealNVP", "Zuko"]
+__all__ = [
+    "CNN", "GAN", "LSTM", "MLP", "MODELS", "AffineFlow", "AlexNet", "Linear", "Polynomial", "RealNVP", "Zuko", "rotnet",
+]  # fmt: skip

@@ -1,7 +1,9 @@
-"""How purely methods group unlabelled points, over the heterogeneity of the clients (the UIFCA report, Table 4.1)."""
+"""How purely methods group unlabelled points, over the heterogeneity of the clients (UIFCA, Tables 4.1 and 4.3)."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +15,48 @@ from coterie.reproduce.notebook import Notebook
 from coterie.reproduce.rounds import seeded
 from coterie.run import fit
 
+NOT_DATA = ("label", "seeds", "methods", "over", "clusters")  # of a panel's table; the others are the federation's
+
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Every data set, method and p, over all seeds."""
+    """Every panel, method and p, over all seeds."""
     rows, runs = [], {}
-    for data in spec["data"]:
-        for method in spec["methods"]:
-            for p in spec["p"]:
-                name = f"{data['label']}, {method['label']}, p = {p}"
-                found = notebook.entry(name, lambda d=data, m=method, p=p: _purities(spec, d, m, p, device))
-                runs[name] = found
-                rows.append({
-                    "data": data["label"], "method": method["label"], "p": p, "purity": 100 * float(np.mean(found)),
-                    "worst": 100 * min(found), "100 %": f"{sum(x == 1 for x in found)} of {len(found)}",
-                    "report": spec["report"].get(f"{data['label']}, {method['label']}", {}).get(str(p)),
-                })  # fmt: skip
+    for panel, method, p in cells(spec):
+        name = entry_name(panel, method, p)
+        runs[name] = found = notebook.entry(name, lambda a=panel, m=method, p=p: purities(spec, a, m, p, device))
+        rows.append({
+            "data": panel["label"], "method": method["label"], "p": p, "purity": 100 * float(np.mean(found)),
+            "worst": 100 * min(found), "100 %": f"{sum(x == 1 for x in found)} of {len(found)}",
+            "report": spec["report"].get(f"{panel['label']}, {method['label']}", {}).get(str(p)),
+        })  # fmt: skip
     return {"seeds": spec["seeds"], "rows": rows, "runs": runs}
 
 
-def _purities(spec: dict[str, Any], data: dict[str, Any], method: dict[str, Any], p: float, device: str) -> list[float]:
+def cells(spec: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], float]]:
+    """Every panel, method and p; a panel may have methods, and a method values of p, of its own."""
+    for panel in spec["data"]:
+        for method in panel.get("methods") or spec["methods"]:
+            for p in method.get("p", spec["p"]):
+                yield panel, method, p
+
+
+def entry_name(panel: dict[str, Any], method: dict[str, Any], p: float) -> str:
+    """What a cell of the table is called."""
+    return f"{panel['label']}, {method['label']}, p = {p}"
+
+
+def purities(spec: dict[str, Any], panel: dict[str, Any], method: dict[str, Any], p: float, device: str) -> list[float]:
+    """The purity of every run of a cell: for all seeds, and all values that the data are to be averaged over."""
+    data = {n: v for n, v in panel.items() if n not in NOT_DATA}
+    over = method.get("over", panel.get("over", {}))
+    algorithm = build_algorithm({**method["algorithm"], "k": panel.get("clusters", panel.get("k"))})
+    task = None if method["algorithm"]["name"] == "kfed" else build_task(method.get("task") or spec["task"])
     found = []
-    for seed in data.get("seeds", spec["seeds"]):
-        federation = seeded({n: v for n, v in data.items() if n not in ("label", "seeds")}, seed, p=p)
-        algorithm = build_algorithm({**method["algorithm"], "k": data["k"]})
-        task = build_task(spec["task"]) if method["algorithm"]["name"] != "kfed" else None
-        done = fit(algorithm, task, federation, rounds=spec["rounds"], seed=seed, device=device, evaluations=1)
+    for values in itertools.product(panel.get("seeds", spec["seeds"]), *over.values()):
+        seed, chosen = values[0], dict(zip(over, values[1:], strict=True))
+        federation = seeded({**data, **chosen}, seed, p=p)
+        rounds = method.get("rounds", spec["rounds"])
+        done = fit(algorithm, task, federation, rounds=rounds, seed=seed, device=device, evaluations=1)
         found.append(float(done.purity or 0.0))
     return found
 
