@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from coterie.data.mnist import images
-from coterie.data.source import change
+from coterie.data.source import change, folder, keep
 from coterie.federation import Federation
-from coterie.models.alexnet import AlexNet, rotnet
+from coterie.models.alexnet import TURNS, AlexNet, rotnet
 
 AT_ONCE = 1000  # images that are represented together
 
@@ -20,8 +21,8 @@ def rotnet_features(federation: Federation, steps: int = 2000, seed: int = 0) ->
     """Images of MNIST's shape as the features of a RotNet that was trained on MNIST's training images.
 
     Every client would get the same trained network, as one that is publicly available, and represent its images itself.
-    The network is trained on a GPU if there is one: 2,000 steps take seconds there, and the better part of an hour on
-    a CPU.
+    The network is trained once, on a GPU if there is one (2,000 steps take seconds there, and the better part of an
+    hour on a CPU), and kept in the data folder.
 
     Args:
         federation: With images (1, 28, 28).
@@ -41,6 +42,13 @@ def rotnet_features(federation: Federation, steps: int = 2000, seed: int = 0) ->
 
 @functools.lru_cache(maxsize=1)
 def _trained(steps: int, seed: int) -> tuple[AlexNet, torch.device]:
-    """All clients of a study are given the same network."""
+    """All clients of a study are given the same network; it is kept in the data folder."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return rotnet(images()[0].to(device), steps=steps, seed=seed), device
+    kept = folder() / "mnist" / f"rotnet-{steps}-{seed}.safetensors"
+    if kept.exists():
+        net = AlexNet(1, TURNS)
+        net.load_state_dict(load(kept.read_bytes()))
+        return net.to(device).eval().requires_grad_(False), device
+    net = rotnet(images()[0].to(device), steps=steps, seed=seed)
+    keep(kept, save({name: x.cpu().contiguous() for name, x in net.state_dict().items()}))
+    return net, device

@@ -163,9 +163,9 @@ class Coupling(nn.Module):
 
     def __init__(self, depth: int, channels: int, blocks: int) -> None:
         super().__init__()
-        self.first = Convolution(depth, channels)
-        self.blocks = nn.ModuleList(Convolution(channels, channels) for _ in range(2 * blocks))
-        self.last = Convolution(channels, 2 * depth, silent=True)
+        self.first = nn.Conv2d(depth, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2 * blocks))
+        self.last = _Silent(channels, 2 * depth, 3, padding=1)
         self.rescale = nn.Parameter(torch.ones(depth, 1, 1))
 
     def reset_parameters(self) -> None:
@@ -174,45 +174,20 @@ class Coupling(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log-scale and shift, each of the shape of x."""
-        x = self.first(x.transpose(0, 1))
+        x = self.first(x)
         for one, two in zip(self.blocks[::2], self.blocks[1::2], strict=True):
             x = x + two(one(x.relu()).relu())
-        scale, shift = self.last(x.relu()).transpose(0, 1).chunk(2, 1)
+        scale, shift = self.last(x.relu()).chunk(2, 1)
         return self.rescale * scale.tanh(), shift
 
 
-class Convolution(nn.Module):
-    """A convolution with 3 x 3 filters, from (channels, n, height, width) to the same, as one matrix product.
-
-    Of many models at once torch's own convolution becomes one in groups, which takes many times as long as the product
-    of many matrices.
-
-    Args:
-        before: Channels.
-        after: Filters.
-        silent: Whether it begins with 0, so that what it tells is nothing at first.
-    """
-
-    def __init__(self, before: int, after: int, *, silent: bool = False) -> None:
-        super().__init__()
-        self.silent = silent
-        self.weight = nn.Parameter(torch.empty(after, 9 * before))
-        self.bias = nn.Parameter(torch.empty(after))
-        self.reset_parameters()
+class _Silent(nn.Conv2d):
+    """A convolution that begins with 0: a coupling tells nothing at first, and a flow is the identity."""
 
     def reset_parameters(self) -> None:
-        """As torch's convolutions begin."""
-        reach = 0.0 if self.silent else self.weight.shape[1] ** -0.5
-        nn.init.uniform_(self.weight, -reach, reach)
-        nn.init.uniform_(self.bias, -reach, reach)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Filtered images."""
-        height, width = x.shape[-2:]
-        padded = nn.functional.pad(x, (1, 1, 1, 1))
-        moved = [padded[..., i : i + height, j : j + width] for i in range(3) for j in range(3)]
-        around = torch.stack(moved, 1).flatten(0, 1)  # (9 · channels, n, height, width)
-        return (self.weight @ around.flatten(1) + self.bias[:, None]).unflatten(1, around.shape[1:])
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Zuko(nn.Module):
