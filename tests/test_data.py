@@ -339,3 +339,39 @@ def test_idx_files(tmp_path):
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(raw))
     assert np.array_equal(_idx(path), values)
+
+
+@needs_mnist
+def test_mnist_as_points():
+    digits = ct.data.mnist_digits(p=0.5, seed=0, points=100)
+    assert len(digits) == 10 and len(digits.train.x) == 1000
+    assert torch.equal(digits.train.y.bincount(), torch.full((10,), 100))
+    own = [int((y == i).sum()) for i, (_, y) in enumerate(digits.train.client(i) for i in range(10))]
+    assert all(50 <= count <= 70 for count in own)  # half of a digit, and of the others what comes
+    turned = ct.data.mnist_rotations(p=1.0, digit=4, points=30)
+    groups = [turned.train.client(i) for i in range(4)]
+    assert [y.unique().tolist() for _, y in groups] == [[0], [1], [2], [3]]
+    upright = {x.numpy().tobytes() for x in groups[0][0]}
+    assert {torch.rot90(x, -1, (-2, -1)).numpy().tobytes() for x in groups[1][0]} == upright
+    grey = ct.data.random_background(turned)
+    dark = turned.train.x < 0.01
+    assert torch.equal(grey.train.x[~dark], turned.train.x[~dark])
+    assert abs(float(grey.train.x[dark].mean()) - 0.5) < 0.01
+    with pytest.raises(ValueError, match="mnist_digits: digits must be different ones of 0 to 9, got 3, 3"):
+        ct.data.mnist_digits(digits=(3, 3))
+    with pytest.raises(ValueError, match="clients must be at least 10, one for each cluster, unless p is 0, got 2"):
+        ct.data.mnist_digits(p=0.5, clients=2, points=5)
+
+
+@needs_mnist
+def test_rotnet_is_trained_once(monkeypatch, tmp_path):
+    made = ct.data.mnist_rotations(digit=2, points=10)
+    monkeypatch.setattr("coterie.data.representation.folder", lambda: tmp_path)
+    one = ct.data.rotnet_features(made, steps=2)
+    assert one.train.x.shape == (40, 64) and torch.equal(one.train.y, made.train.y)
+    ct.data.representation._trained.cache_clear()
+    assert [p.name for p in tmp_path.rglob("*.safetensors")] == ["rotnet-2-0.safetensors"]
+    assert torch.equal(ct.data.rotnet_features(made, steps=2).train.x, one.train.x)
+    assert one.source["change"] == [{"name": "rotnet_features", "steps": 2, "seed": 0}]
+    with pytest.raises(ValueError, match=r"rotnet_features: rows must be images of shape \(1, 28, 28\), got \(64,\)"):
+        ct.data.rotnet_features(one, steps=2)

@@ -56,6 +56,16 @@ VARIANTS = {
     "from_random": {"init": "random", "shrink": False, "restarts": 2},
     "from_kfed": {"init": "kfed", "shrink": True, "restarts": 1},
     "disturbed": {"init": ct.Disturbed(0.5), "shrink": True, "restarts": 2},
+    "pulled": {
+        "closed": False,
+        "tau": 2,
+        "steps": 3,
+        "lr": 1e-3,
+        "batch": 4,
+        "init": ct.Disturbed(0.05),
+        "shrink": True,
+    },
+    "by_adam": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3, "optimiser": "adam", "restarts": 1},
     "by_sgd": {"optimiser": "sgd", "lr": 0.01},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
 }

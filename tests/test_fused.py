@@ -127,7 +127,7 @@ class Pretend(Replayed):
 
     def record(self, flat, spec):
         own = [x.clone() if isinstance(x, torch.Tensor) else x for x in flat]
-        outputs = self.function(*tree_unflatten(own, spec))
+        outputs = tree_map(torch.clone, self.function(*tree_unflatten(own, spec)))  # vmap may have expanded some
 
         def replay():
             for old, new in zip(leaves(outputs), leaves(self.function(*tree_unflatten(own, spec))), strict=True):
@@ -151,6 +151,17 @@ def test_replayed_rounds_in_several_chunks_equal_plain_ones(algorithm, ragged, m
     monkeypatch.setattr("coterie.executors.fused.descend", Pretend(descend))
     replayed = after("vectorised", algorithm, task, ragged, 6)
     assert torch.equal(flat(plain[0]), flat(replayed[0])) and torch.equal(plain[2], replayed[2])
+
+
+def test_recorded_steps_equal_plain_ones(monkeypatch):
+    federation = ct.data.gaussian_clusters(k=2, seed=0, points=40, d=3)
+    algorithm = ct.UIFCA(k=2, init="random", restarts=1, closed=False, tau=6, steps=2, batch=8)
+    ends = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr("coterie.executors.vectorised.RECORDING", devices)
+        monkeypatch.setattr("coterie.executors.vectorised.Replayed", Pretend)
+        ends.append(flat(ct.fit(algorithm, ct.Task.density(ct.models.AffineFlow(3)), federation, rounds=2).state.theta))
+    assert torch.equal(*ends)
 
 
 def test_minibatches_and_held_out_rows_have_no_plan():

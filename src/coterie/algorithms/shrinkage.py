@@ -45,9 +45,10 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
     by = scale[..., :, None] * scale[..., None, :]
     target = _shrunk(common / by, torch.diag_embed((common / by).diagonal(dim1=-2, dim2=-1)), points)
     shrunk = _shrunk(own / by[..., None, :, :], target[..., None, :, :].expand_as(own), moments.number.clamp(min=1))
-    chosen = torch.where(shrinks[..., None, None, None], shrunk * by[..., None, :, :], own)
-    thickened = ridge * _trace(common)[..., None, None] / own.shape[-1] * torch.eye(own.shape[-1], dtype=own.dtype)
-    return mean + moments.about.cpu().double(), chosen + thickened[..., None, :, :]
+    chosen = torch.where(shrinks.to(own.device)[..., None, None, None], shrunk * by[..., None, :, :], own)
+    unit = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
+    thickened = ridge * _trace(common)[..., None, None] / own.shape[-1] * unit
+    return mean + moments.about.to(mean), chosen + thickened[..., None, :, :]
 
 
 def constant_columns(moments: Moments) -> list[int]:

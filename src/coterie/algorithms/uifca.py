@@ -338,7 +338,7 @@ class UIFCA(PointAlgorithm):
         """The likeliest models; a cluster of one point or none keeps its old one."""
         mean, covariance = covariances(moments, state.shrinks, self.ridge)
         enough = state.sizes > 1
-        covariance = _where(enough, covariance, torch.eye(mean.shape[-1], dtype=mean.dtype).expand_as(covariance))
+        covariance = _where(enough, covariance, torch.eye(mean.shape[-1]).to(mean).expand_as(covariance))
         try:
             found = fit(mean, covariance)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
@@ -346,12 +346,12 @@ class UIFCA(PointAlgorithm):
         return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
 
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
-        found = tree_map(lambda x: x[0].cpu(), update)
+        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "loss")}
         points = float(cohort.sizes.sum())
         moments: Moments | tuple[()] = ()
-        if isinstance(about, Tensor):
-            second = found["second"].unflatten(0, (self.restarts, self.k, -1))
-            moments = Moments(found["sizes"].double(), found["first"].double(), second.double(), about)
+        if isinstance(about, Tensor):  # these stay on the device: what is made of them is most of the server's work
+            second = update["second"][0].unflatten(0, (self.restarts, self.k, -1))
+            moments = Moments(update["sizes"][0].double(), update["first"][0].double(), second.double(), about)
         settled = torch.zeros(self.restarts, dtype=torch.bool)
         if before and self.shrink:
             settled = before.shrinks | (found["moved"] <= SETTLED * points)
@@ -419,7 +419,7 @@ class UIFCA(PointAlgorithm):
 def _best(state: State) -> int:
     """The restart of the greatest likelihood; those that shrink come first, for without it likelihoods are higher."""
     first = state.shrinks if bool(state.shrinks.any()) else torch.ones_like(state.shrinks)
-    return int(state.quality.masked_fill(~first, torch.inf).argmin())
+    return int(state.quality.cpu().masked_fill(~first, torch.inf).argmin())
 
 
 def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:

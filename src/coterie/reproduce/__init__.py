@@ -74,13 +74,13 @@ def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device
     spec = {**known[name], **(known[name].get("quick", {}) if quick else {})}
     kind = KINDS[spec["kind"]]
     where = out or (Path("runs/quick") if quick else folder() / "results")
-    notebook = Notebook(where / f"{name}.part.json", {**spec, "device": _device(device)})
+    notebook = Notebook(where / f"{name}.part.json", spec, _device(device))
     content = kind.run(spec, device, notebook)
     result = {
         "name": name + (" (quick)" if quick else ""),
         "title": spec["title"],
         "commit": notebook.commits,
-        "device": _device(device),
+        "device": notebook.devices,
         "seconds": notebook.seconds,
         **content,
         "path": str(where / f"{name}.json"),

@@ -22,18 +22,19 @@ class Notebook:
     Args:
         path: The file. It is not there before the first entry, nor after `close`.
         spec: What the entries depend on; a file made for another is not used.
+        device: What they are made on. It may be another than before: the result names all.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "squares.part.json"
-        >>> Notebook(path, {}).entry("3", lambda: 3 * 3)
+        >>> Notebook(path, {}, "cpu").entry("3", lambda: 3 * 3)
         9
-        >>> Notebook(path, {}).entry("3", lambda: 1 / 0)
+        >>> Notebook(path, {}, "cpu").entry("3", lambda: 1 / 0)
         9
     """
 
-    def __init__(self, path: Path, spec: dict[str, Any]) -> None:
-        self.path, self.spec = path, json.loads(json.dumps(spec))
+    def __init__(self, path: Path, spec: dict[str, Any], device: str) -> None:
+        self.path, self.spec, self.device = path, json.loads(json.dumps(spec)), device
         self.entries: dict[str, dict[str, Any]] = {}
         if not path.exists():
             return
@@ -43,13 +44,15 @@ class Notebook:
             log.warning("%s: %d parts are there already", path, len(self.entries))
         else:
             path.rename(aside := path.with_suffix(".old.json"))
-            log.warning("%s was made with other settings or another device; it is now %s", path, aside)
+            log.warning("%s was made with other settings; it is now %s", path, aside)
 
     def entry(self, name: str, make: Callable[[], Any]) -> Any:
         """What is written under a name, made now if nothing is."""
         if name not in self.entries:
             begin, made_with = time.monotonic(), commit()
-            self.entries[name] = {"value": make(), "commit": made_with, "seconds": time.monotonic() - begin}
+            self.entries[name] = {
+                "value": make(), "commit": made_with, "device": self.device, "seconds": time.monotonic() - begin,
+            }  # fmt: skip
             write_text(self.path, json.dumps({"spec": self.spec, "entries": self.entries}) + "\n")
             log.warning("%s: %.1f s", name, self.entries[name]["seconds"])
         return self.entries[name]["value"]
@@ -58,6 +61,11 @@ class Notebook:
     def commits(self) -> str:
         """The commits that the entries were made with."""
         return ", ".join(dict.fromkeys(e["commit"] for e in self.entries.values())) or commit()
+
+    @property
+    def devices(self) -> str:
+        """What the entries were made on."""
+        return ", ".join(dict.fromkeys(e["device"] for e in self.entries.values())) or self.device
 
     @property
     def seconds(self) -> float:
