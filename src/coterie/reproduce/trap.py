@@ -11,7 +11,6 @@ The whole algorithm may be run from the same assignment too, against the Bayes r
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,22 +178,31 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _draw_losses(result: dict[str, Any], path: Path) -> None:
     """A row for plain and one for shrunk models, a column for each m; four curves each."""
     sizes = list(dict.fromkeys(r["m"] for r in result["rows"]))
-    fig = plots.figure(3.1 * len(sizes) + 0.4, 5.6)
+    fig = plots.figure(3.0 * len(sizes) + 0.4, 5.4)
     grid = fig.subplots(len(MODELS), len(sizes), sharex=True, sharey=True, squeeze=False)
-    for (i, models), (j, m) in itertools.product(enumerate(MODELS), enumerate(sizes)):
-        axes = grid[i, j]
-        loss = np.array(result["curves"][f"m = {m}, {models}"]["loss"])
-        epochs = np.arange(1, len(loss) + 1)
-        for (g, kind), (model, style) in itertools.product(enumerate(("right", "wrong")), enumerate(("-", "--"))):
-            axes.plot(epochs, loss[:, g, model], style, color=plots.COLOURS[g], label=f"{kind} points, θ{'₁₂'[model]}")
-        axes.set_title(f"m = {m}, {models}", fontsize=10)
-        plots.tidy(axes)
-    grid[0, -1].legend(fontsize=8, frameon=False)
+    for row, axes in zip(sorted(result["rows"], key=lambda r: MODELS.index(r["models"])), grid.flat, strict=True):
+        _loss_panel(axes, np.array(result["curves"][f"m = {row['m']}, {row['models']}"]["loss"]))
+        axes.set_title(f"m = {row['m']}, {row['models']}: {row['leave, last']:.0f} % of wrong points leave", fontsize=9)
     for axes in grid[-1]:
         axes.set_xlabel("epoch")
     for axes in grid[:, 0]:
         axes.set_ylabel("mean loss in cluster 1")
+    fig.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     plots.save(fig, path)
+
+
+def _loss_panel(axes: Any, loss: np.ndarray) -> None:
+    """Losses (epochs, right and wrong, models); shaded where wrong points are likelier under their own model."""
+    epochs = np.arange(1, len(loss) + 1)
+    for g, kind in enumerate(("right", "wrong")):
+        axes.plot(epochs, loss[:, g, 0], color=plots.COLOURS[g], label=f"{kind} points, own model θ₁")
+        axes.plot(epochs, loss[:, g, 1], "--", color=plots.COLOURS[g], label=f"{kind} points, other model θ₂")
+    own, other = loss[:, 1].T
+    shade = {"color": plots.COLOURS[1], "alpha": 0.2, "lw": 0, "label": "wrong points are trapped"}
+    axes.fill_between(epochs, own, other, where=own < other, interpolate=True, **shade)
+    axes.set_xscale("log")  # most of it happens in the first epochs
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    plots.tidy(axes)
 
 
 def _draw_purity(result: dict[str, Any], path: Path) -> None:
@@ -210,6 +218,8 @@ def _draw_purity(result: dict[str, Any], path: Path) -> None:
         axes.axhline(rows[0]["given"], color="0.4", lw=1, ls=":", label="given assignment")
         axes.set_title(f"m = {m}", fontsize=10)
         axes.set_xlabel("epoch")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:.0f}")
         plots.tidy(axes)
     grid[0].set_ylabel("purity of the points (%)")
     grid[0].legend(fontsize=8, frameon=False)
