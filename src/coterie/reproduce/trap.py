@@ -182,12 +182,16 @@ def _draw_losses(result: dict[str, Any], path: Path) -> None:
     grid = fig.subplots(len(MODELS), len(sizes), sharex=True, sharey=True, squeeze=False)
     for row, axes in zip(sorted(result["rows"], key=lambda r: MODELS.index(r["models"])), grid.flat, strict=True):
         _loss_panel(axes, np.array(result["curves"][f"m = {row['m']}, {row['models']}"]["loss"]))
-        axes.set_title(f"m = {row['m']}, {row['models']}: {row['leave, last']:.0f} % of wrong points leave", fontsize=9)
+        axes.set_title(f"m = {row['m']}, {row['models']}", fontsize=10)
+        told = f"in the end {row['leave, last']:.0f} % of\nwrong points would leave"
+        axes.text(0.98, 0.97, told, transform=axes.transAxes, ha="right", va="top", fontsize=8)
     for axes in grid[-1]:
         axes.set_xlabel("epoch")
     for axes in grid[:, 0]:
         axes.set_ylabel("mean loss in cluster 1")
-    fig.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+    fig.legend(
+        *grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(sizes), fontsize=8, frameon=False
+    )
     plots.save(fig, path)
 
 
