@@ -146,3 +146,19 @@ def test_points_find_their_cluster_from_a_random_assignment_the_sooner_the_more_
     assert all(r["last"] == 100 for r in rows)
     alike, unlike = (r for r in rows if r["case"] == "50 gradient steps, one random start")
     assert alike["first"] < unlike["first"] and alike["in round"] > unlike["in round"]
+
+
+def test_wrongly_assigned_points_are_trapped_if_they_are_few_and_shrinking_frees_them(tmp_path):
+    result = quick("uifca-fig46", tmp_path)
+    few, few_shrunk, many, many_shrunk = result["rows"]
+    assert few["trapped from"] and few["leave, last"] < few["leave, best"] - 20
+    assert not any(r["trapped from"] for r in (few_shrunk, many, many_shrunk))
+    assert few_shrunk["leave, last"] > few["leave, last"] + 40
+    plain, shrunk = result["whole"]
+    assert shrunk["purity"] > shrunk["Bayes"] - 2 > plain["purity"] + 10  # of one seed: the full one has five
+
+
+def test_training_longer_undoes_what_a_cluster_iteration_gained_unless_models_are_shrunk(tmp_path):
+    few, few_shrunk, _, many_shrunk = quick("uifca-fig44", tmp_path)["rows"]
+    assert few["given"] < few["purity, last"] + 2 < few["purity, best"] - 5
+    assert all(r["purity, last"] > r["purity, best"] - 4 > r["given"] for r in (few_shrunk, many_shrunk))

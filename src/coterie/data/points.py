@@ -44,8 +44,13 @@ def gaussian_clusters(
         >>> [y.unique().tolist() for _, y in (federation.train.client(i) for i in range(4))]
         [[0], [1], [2], [3]]
     """
-    centres = separation * (torch.rand(k, d, generator=Key.of(seed).fold(_TRUTH).generator()) < 0.5).float()
+    centres = gaussian_centres(k, d, separation, seed)
     return _federation(k, p, seed, clients, points, d, lambda z, noise: centres[z] + sigma * noise)
+
+
+def gaussian_centres(k: int, d: int, separation: float, seed: int) -> Tensor:
+    """The centres of `gaussian_clusters` (k, d), by which the Bayes rule assigns a point to the nearest."""
+    return separation * (torch.rand(k, d, generator=Key.of(seed).fold(_TRUTH).generator()) < 0.5).float()
 
 
 @dataset

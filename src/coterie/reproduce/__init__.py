@@ -24,6 +24,7 @@ from coterie.reproduce import (
     subspace,
     success,
     table,
+    trap,
 )
 from coterie.reproduce.notebook import Notebook
 from coterie.settings import nearest_name
@@ -44,6 +45,7 @@ KINDS = {
     "recovery": recovery,
     "rates": rates,
     "subspace": subspace,
+    "trap": trap,
 }
 
 
