@@ -145,9 +145,9 @@ def test_pulling_spares_locations():
     algorithm = ct.UIFCA(k=3, restarts=1, closed=False, tau=1, steps=2)
     federation = ct.data.gaussian_clusters(k=3, points=50, d=4)
     state, cohort = started(federation, algorithm, 4)
-    whole = algorithm.averaged(state.theta, torch.ones(1), state.sizes, cohort, hold=False)
+    whole = algorithm.averaged(state.theta, torch.ones(1), state.sizes, cohort)
     assert torch.allclose(whole["weight"][0, 0], whole["weight"][0, 2]) and not torch.allclose(*whole["bias"][0, :2])
-    none = algorithm.averaged(state.theta, torch.zeros(1), state.sizes, cohort, hold=False)
+    none = algorithm.averaged(state.theta, torch.zeros(1), state.sizes, cohort)
     share = state.sizes / state.sizes.sum()
     assert torch.allclose(torch.einsum("rk,rkij->rij", share, none["weight"]), whole["weight"][:, 0], atol=1e-6)
 
@@ -158,4 +158,7 @@ def test_held_out_points_choose_how_strongly(make, strong):
     algorithm = ct.UIFCA(k=2, init=ct.Disturbed(0.1), restarts=1, closed=False, tau=30, steps=10, lr=0.02)
     size = {"separation": 1.0} if strong else {"subspace": 8}
     state, cohort = started(make(k=2, points=200, d=16, **size), algorithm, 16)
-    assert (float(algorithm.chosen(state, cohort)) == max(uifca.PULLS)) is strong
+    assert (
+        float(algorithm.chosen(state.theta, state._replace(shrinks=torch.tensor([True])), cohort)[1])
+        == max(uifca.PULLS)
+    ) is strong

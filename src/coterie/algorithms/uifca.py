@@ -133,12 +133,10 @@ class UIFCA(PointAlgorithm):
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
-        if cohort.task.location and bool(state.shrinks.any()) and not self._has_closed_form(cohort.task):
-            state = state._replace(pull=torch.where(state.shrinks, self.chosen(state, cohort), 0.0))
-        theta = self._learnt(state, cohort)  # line 5
+        theta, pull = self._learnt(state, cohort)  # line 5
         about = state.moments.about if isinstance(state.moments, Moments) else ()
         sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
-        after = self._after(theta, sums.update, about, cohort, state)
+        after = self._after(theta, sums.update, about, cohort, state._replace(pull=pull))
         return after, Report(cohort.clients, sums.note["loss"][:, _best(after)])
 
     def begin(self, task: Task) -> ClientStep:
@@ -185,10 +183,13 @@ class UIFCA(PointAlgorithm):
 
         For every restart there may be several candidates, c, for its k models.
         """
+        holds = self._pulls(task)
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            seen = 1 - sent["hold"] * (local.draws["held"] > 0)
-            own = self._candidates(self._members(remembered(local.memory, len(seen)), local.data) * seen, sent["theta"])
+            own = self._members(remembered(local.memory, len(local.data.mask)), local.data)
+            if holds:
+                own = own * (local.draws["held"] <= 0)
+            own = self._candidates(own, sent["theta"])
 
             def train(theta: Params, mask: Tensor) -> Params:
                 data = local.data._replace(mask=mask)
@@ -208,13 +209,17 @@ class UIFCA(PointAlgorithm):
         return ClientStep(run, draw, many=True)
 
     def judge(self, task: Task) -> ClientStep:
-        """The loss of held-out points under the models that they are assigned to, for every candidate."""
+        """How likely held-out points are under the mixture of each candidate's models (r·c).
 
-        def run(theta: Params, local: Local) -> Reply:
-            held = local.draws["held"] > 0
-            own = self._candidates(self._members(remembered(local.memory, len(held)), local.data) * held, theta)
-            losses = vmap(lambda t: task.loss(t, local.data))(theta).nan_to_num(nan=torch.inf, posinf=torch.inf)
-            update = torch.where(own > 0, losses, 0.0).sum(1)
+        Not under the models that they are assigned to: those who assigned them would be preferred.
+        """
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            held = (local.draws["held"] > 0) * local.data.mask
+            losses = vmap(lambda t: task.loss(t, local.data))(sent["theta"])  # (r·c·k, n)
+            each = sent["share"].log()[..., None] - losses.unflatten(0, sent["share"].shape)
+            surprise = -each.logsumexp(1).nan_to_num(nan=-torch.inf)
+            update = torch.where(held > 0, surprise, 0.0).sum(1)
             return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
 
         return ClientStep(run, self.learn(task).draw)
@@ -286,16 +291,19 @@ class UIFCA(PointAlgorithm):
 
     # --- what the server does ------------------------------------------------------------------------------------
 
-    def _learnt(self, state: State, cohort: Cohort) -> Params:
-        """Algorithm 4 for all K models: in closed form, or by averaging."""
+    def _learnt(self, state: State, cohort: Cohort) -> tuple[Params, Tensor]:
+        """Algorithm 4 for all K models, in closed form or by averaging; and how strongly they were pulled together."""
         task = cohort.task
         if isinstance(state.moments, Moments) and task.from_moments is not None:
-            return self._fitted(state, state.moments, task.from_moments)
+            return self._fitted(state, state.moments, task.from_moments), state.pull
         begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
         begin = tree_map(lambda x: x.to(cohort.device), begin)
-        return self.averaged(begin, state.pull, state.sizes, cohort, hold=False)
+        if self._pulls(task) and bool(state.shrinks.any()):
+            return self.chosen(begin, state, cohort)
+        alone = torch.zeros(self.restarts)
+        return self.averaged(begin, alone, state.sizes, cohort), alone
 
-    def averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort, *, hold: bool) -> Params:
+    def averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort) -> Params:
         """τ rounds of averaging for models (r, k, …), each restart's pulled together as strongly as `pull` says (r,).
 
         Args:
@@ -303,14 +311,14 @@ class UIFCA(PointAlgorithm):
             pull: How strongly: 0 leaves each to itself, 1 makes all but their locations the same.
             sizes: Points of every cluster (r, k).
             cohort: The clients.
-            hold: Whether they hold out some of their points.
         """
         shape = sizes.shape
         share = (sizes / sizes.sum(1, keepdim=True)).to(cohort.device)
         for t in range(self.tau):
             flat = tree_map(lambda x: x.flatten(0, 1), theta)
-            sent = {"theta": flat, "lr": torch.tensor(self.lr), "hold": torch.tensor(float(hold))}
-            sums = cohort.fold(t).combine(self.learn, sent, slots=len(pull) * self.k)
+            sums = cohort.fold(t).combine(
+                self.learn, {"theta": flat, "lr": torch.tensor(self.lr)}, slots=len(pull) * self.k
+            )
             theta = tree_map(lambda x: x.unflatten(0, shape), slot_mean(sums, otherwise=flat))  # Algorithm 4, line 7
             theta = self._pulled(theta, share, pull.to(cohort.device), cohort.task)
         return theta
@@ -324,15 +332,20 @@ class UIFCA(PointAlgorithm):
 
         return {name: x if name in task.location else nearer(x) for name, x in theta.items()}
 
-    def chosen(self, state: State, cohort: Cohort) -> Tensor:
-        """How strongly each restart's models are to be pulled together: what makes held-out points likeliest (r,)."""
+    def chosen(self, begin: Params, state: State, cohort: Cohort) -> tuple[Params, Tensor]:
+        """Every restart's models, pulled together as strongly as makes held-out points likeliest; and how strongly.
+
+        Held-out points never train a model: one that had seen them would pass for a good one. Restarts that do not
+        shrink yet are left alone.
+        """
         count = len(PULLS)
-        theta = tree_map(lambda x: x.to(cohort.device).repeat_interleave(count, 0), state.theta)
         pulls = torch.tensor(PULLS).repeat(self.restarts)
-        theta = self.averaged(theta, pulls, state.sizes.repeat_interleave(count, 0), cohort, hold=True)
-        losses = cohort.combine(self.judge, tree_map(lambda x: x.flatten(0, 1), theta)).update[0].cpu()
-        best = losses.reshape(self.restarts, count, self.k).sum(2).argmin(1)
-        return torch.tensor(PULLS)[best]
+        sizes = state.sizes.repeat_interleave(count, 0)
+        theta = self.averaged(tree_map(lambda x: x.repeat_interleave(count, 0), begin), pulls, sizes, cohort)
+        sent = {"theta": tree_map(lambda x: x.flatten(0, 1), theta), "share": sizes / sizes.sum(1, keepdim=True)}
+        surprise = cohort.combine(self.judge, sent).update[0].cpu()
+        best = torch.where(state.shrinks, surprise.reshape(self.restarts, count).argmin(1), 0)
+        return take(theta, best + count * torch.arange(self.restarts)), torch.tensor(PULLS)[best]
 
     def _fitted(self, state: State, moments: Moments, fit: Callable[[Tensor, Tensor], Params]) -> Params:
         """The likeliest models; a cluster of one point or none keeps its old one."""
@@ -381,6 +394,10 @@ class UIFCA(PointAlgorithm):
         """The mean of all points, about which sums of squares are taken so that they keep their digits."""
         sums = cohort.combine(self.total, ())
         return (sums.update[0] / sums.weight[0]).detach()
+
+    def _pulls(self, task: Task) -> bool:
+        """Whether models are to be pulled together, and some points held out to tell how strongly."""
+        return self.shrink and bool(task.location) and not self._has_closed_form(task)
 
     def _has_closed_form(self, task: Task) -> bool:
         return self.closed and task.from_moments is not None
