@@ -83,8 +83,11 @@ def _iteration(spec: dict[str, Any], m: int, seed: int, device: str) -> dict[str
     assert isinstance(algorithm, UIFCA)
     cohort = everybody(build_task(spec["task"]), _points(spec, m, seed), seed, device)
     state = next(states_of(algorithm, cohort, 0, seed))
-    pulls = {"plain": torch.zeros(1), "shrunk": algorithm.chosen(state, cohort)}
-    return {models: {"pull": float(pull), **_epochs(algorithm, state, pull, cohort)} for models, pull in pulls.items()}
+    pull = algorithm.chosen(state.theta, state._replace(shrinks=torch.ones(1, dtype=torch.bool)), cohort)[1]
+    return {
+        "plain": {"pull": 0.0, **_epochs(replace(algorithm, shrink=False), state, torch.zeros(1), cohort)},
+        "shrunk": {"pull": float(pull), **_epochs(algorithm, state, pull, cohort)},
+    }
 
 
 def _points(spec: dict[str, Any], m: int, seed: int) -> Federation:
@@ -96,7 +99,7 @@ def _epochs(algorithm: UIFCA, state: State, pull: Tensor, cohort: Cohort) -> dic
     one = replace(algorithm, tau=1)
     theta, seen = tree_map(lambda x: x.to(cohort.device), state.theta), []
     for t in range(algorithm.tau):
-        theta = one.averaged(theta, pull, state.sizes, cohort.at(t), hold=False)
+        theta = one.averaged(theta, pull, state.sizes, cohort.at(t))
         seen.append(_seen(take(theta, 0), cohort))
     return {name: [s[name] for s in seen] for name in seen[0]}
 
