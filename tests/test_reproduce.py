@@ -162,3 +162,18 @@ def test_training_longer_undoes_what_a_cluster_iteration_gained_unless_models_ar
     few, few_shrunk, _, many_shrunk = quick("uifca-fig44", tmp_path)["rows"]
     assert few["given"] < few["purity, last"] + 2 < few["purity, best"] - 5
     assert all(r["purity, last"] > r["purity, best"] - 4 > r["given"] for r in (few_shrunk, many_shrunk))
+
+
+@needs_mnist
+def test_flows_are_asked_which_digit_an_image_shows(tmp_path):
+    rows = quick("uifca-table42", tmp_path)["rows"]
+    assert [r["report"] for r in rows] == [50.7, 95.09, 99.0, 98.6]
+    assert all(50 <= r["accuracy"] <= 100 and 0 <= r["on new images"] <= 100 for r in rows)  # hardly trained
+
+
+@needs_mnist
+def test_images_and_their_representations_are_grouped(tmp_path, monkeypatch):
+    monkeypatch.setattr("coterie.data.representation.keep", lambda path, content: None)
+    rows = {(r["data"], r["method"]): r for r in quick("uifca-table43", tmp_path)["rows"]}
+    assert len(rows) == 4 and all(25 <= r["purity"] <= 100 for r in rows.values())
+    assert rows["rotations", "k-FED + UIFCA, affine, shrunk"]["purity"] > 50

@@ -62,29 +62,34 @@ def purities(spec: dict[str, Any], panel: dict[str, Any], method: dict[str, Any]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel per data set, two in a row; a line per method."""
-    panels = list(dict.fromkeys(r["data"] for r in result["rows"]))
+    """A panel per data set, two in a row; a line per method, and crosses for the report's."""
+    panels, methods = (list(dict.fromkeys(r[name] for r in result["rows"])) for name in ("data", "method"))
     lines = -(-len(panels) // 2)
-    fig = plots.figure(6.4, 2.7 * lines)
+    fig = plots.figure(6.4, 2.7 * lines + 0.3 * -(-len(methods) // 3))
     grid = fig.subplots(lines, 2, sharex=True, sharey=True, squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
-        _panel(axes, [r for r in result["rows"] if r["data"] == panel])
+        _panel(axes, [r for r in result["rows"] if r["data"] == panel], methods)
         axes.set_title(panel, fontsize=10)
     for axes in grid[-1]:
         axes.set_xlabel("heterogeneity p")
     for axes in grid[:, 0]:
         axes.set_ylabel("purity of the points (%)")
+    crosses = grid.flat[0].plot([], [], "x", color="grey", ms=7)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    fig.legend(
+        [*handles, *crosses], [*labels, "the report's"], fontsize=7, frameon=False, ncols=3, loc="outside lower center"
+    )
     plots.save(fig, path)
 
 
-def _panel(axes: Any, rows: list[dict[str, Any]]) -> None:
-    sizes = (7, 4)  # so that a line under another is seen
-    for method, colour, size in zip(dict.fromkeys(r["method"] for r in rows), plots.COLOURS, sizes, strict=False):
+def _panel(axes: Any, rows: list[dict[str, Any]], methods: list[str]) -> None:
+    for i, method in enumerate(methods):
         line = [r for r in rows if r["method"] == method]
+        size = max(3.0, 7 - 1.5 * i)  # so that a line under another is seen
+        colour = plots.COLOURS[i % len(plots.COLOURS)]
         axes.plot([r["p"] for r in line], [r["purity"] for r in line], "o-", ms=size, color=colour, label=method)
         told = [(r["p"], r["report"]) for r in line if r["report"] is not None]
         if told:
-            axes.plot(*zip(*told, strict=True), "x", color=colour, ms=7, label=f"{method}, the report")
+            axes.plot(*zip(*told, strict=True), "x", color=colour, ms=7)
     axes.set_ylim(0, 105)
-    axes.legend(fontsize=7, frameon=False, loc="center right")
     plots.tidy(axes)
