@@ -1,0 +1,1 @@
+"""The same algorithms on a real Flower federation."""
