@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -213,7 +214,9 @@ def fit(
 
 
 def _secured(cohort: Cohort, secure: SecureSum) -> Cohort:
-    from coterie.secure.cohort import Secure  # needs a package that is not always there
+    if find_spec("cryptography") is None:
+        raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
+    from coterie.secure.cohort import Secure
 
     validate(secure)
     return Secure(cohort, secure)

@@ -109,7 +109,9 @@ class FedX(Algorithm):
         after = State(
             theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
             labels=labels,
-            members=torch.bincount(labels[labels >= 0], minlength=self.k) if sums.members is None else sums.members,
+            members=torch.bincount(labels[labels >= 0], minlength=self.k)
+            if sums.members is None
+            else sums.members.cpu(),
             lr=state.lr,
             exact=state.exact,
             temperature=self._next_temperature(sums),

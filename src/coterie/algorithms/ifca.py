@@ -287,7 +287,7 @@ class IFCA(LocalTraining, Algorithm):
     def _members(self, labels: Tensor, sums: Sums) -> Tensor:
         """Clients of each cluster (r, k)."""
         if sums.members is not None:
-            return sums.members.unflatten(0, (self.restarts, self.k))
+            return sums.members.cpu().unflatten(0, (self.restarts, self.k))
         return torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
 
     def _revive(self, state: State, sums: Sums, chosen: Cohort) -> State:

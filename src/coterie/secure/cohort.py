@@ -74,7 +74,7 @@ class Secure(Cohort):
         sheets = {i: code.sheet(take(reply, row), self.federation.name(i)) for row, i in enumerate(here)}
         opened = session.add(sheets)
         self._account(session, self._sent(shared, rows)[1] * len(here), opened)
-        return code.sums(opened, len(self))
+        return tree_map(lambda x: x.to(self.device), code.sums(opened, len(self)))
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         raise ValueError(
@@ -105,7 +105,7 @@ class Secure(Cohort):
         small = [j for j, n in enumerate(opened.members.tolist()) if 0 < n < self._settings.min_members]
         if small:
             which = ", ".join(map(str, small))
-            self.tell(f"secure sum: fewer than {self._settings.min_members} clients chose {which}: not opened")
+            self.tell(f"secure sum: fewer than {self._settings.min_members} clients chose slot {which}: not opened")
 
     def _but(self, **changes: Any) -> Self:
         return super()._but(_inner=self._inner._but(**changes), **changes)
@@ -117,8 +117,8 @@ class Code(NamedTuple):
     clip: float
     bits: int  # behind the point
     slots: int
-    update: Any  # a tree of what is added up, each tensor of the shape it has for one slot
-    note: dict[str, Tensor]  # one client's
+    update: Any  # the form of what is added up to one slot: empty tensors
+    note: dict[str, Tensor]  # the form of one client's
 
     @classmethod
     def of(cls, settings: SecureSum, clients: int, reply: Reply, slots: int, name: str) -> Code:
@@ -132,8 +132,8 @@ class Code(NamedTuple):
         bits = math.floor(ROOM - math.log2(clients * settings.clip))
         if bits < LEAST:
             raise ValueError(f"secure sum: clip = {settings.clip:g} leaves {clients} clients too few bits; lower it")
-        update = tree_map(lambda x: x.flatten(0, reply.slot.dim() - 1)[0], reply.update)
-        return cls(settings.clip, bits, slots, update, take(reply.note, 0))
+        update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :]), reply.update)
+        return cls(settings.clip, bits, slots, update, tree_map(lambda x: x.new_empty(x.shape[1:]), reply.note))
 
     def sheet(self, reply: Reply, who: str) -> Sheet:
         """One client's reply, on the client."""
@@ -148,13 +148,13 @@ class Code(NamedTuple):
         return Sheet(np.concatenate([chosen.numpy().view(np.uint64), self._encode(told, who)]), body)
 
     def sums(self, opened: Opened, participants: int) -> Sums:
-        """What was opened, as the algorithm is told it."""
+        """What was opened, as the algorithm is told it, on the server."""
         body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots :]))
         rest = iter(body[:, :-1].split([x.numel() for x in leaves(self.update)], 1))
-        update = tree_map(lambda x: next(rest).reshape(self.slots, *x.shape).to(x), self.update)
+        update = tree_map(lambda x: next(rest).reshape(self.slots, *x.shape).to(x.dtype), self.update)
         means = iter((head / len(opened.clients)).split([self.note[n].numel() for n in self._averaged()]))
         everybody = {n: next(means).reshape(self.note[n].shape).float() for n in self._averaged()}
-        everybody |= {n: torch.full_like(x, -1) for n, x in self.note.items() if n in HIDDEN}
+        everybody |= {n: torch.full(x.shape, -1) for n, x in self.note.items() if n in HIDDEN}
         note = {n: everybody[n].expand(participants, *x.shape) for n, x in self.note.items()}
         return Sums(update, body[:, -1].float(), note, torch.from_numpy(opened.members))
 

@@ -7,20 +7,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from coterie.key import Key
-
-try:
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "a secure sum needs the package cryptography: pip install 'coterie[secure]'", name=error.name
-    ) from None
 
 SECRET = 32  # bytes of a seed, of a secret key and of a public key
 

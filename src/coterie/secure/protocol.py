@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -75,9 +76,10 @@ class Sheet(NamedTuple):
         """All numbers one after the other."""
         return np.concatenate([self.head, self.body.ravel()])
 
-    def like(self, numbers: np.ndarray) -> Sheet:
-        """A sheet of this form with other numbers."""
-        return Sheet(numbers[: len(self.head)], numbers[len(self.head) :].reshape(self.body.shape))
+    @classmethod
+    def of(cls, numbers: np.ndarray, head: int, slots: int) -> Sheet:
+        """The sheet that has these numbers."""
+        return cls(numbers[:head], numbers[head:].reshape(slots, -1))
 
 
 class Opened(NamedTuple):
@@ -225,24 +227,21 @@ class Server:
         self.transcript.bytes_down += len(arrived) * len(arrived) * NUMBER
         return arrived
 
-    def counts(self, like: Sheet) -> tuple[Sheet, list[int]]:
+    def counts(self, head: int) -> tuple[Sheet, list[int]]:
         """For everybody after exchange 3: how many chose each slot; and the sum, of which only the head is open."""
-        sheets = self.transcript.of("sheets")
-        total = sum(
-            (np.frombuffer(p[i], dtype="<u8") for i, p in sheets.items()), np.zeros(len(like.flat()), np.uint64)
-        )
-        answers = self.transcript.of("counts")
+        sheets, answers = self.transcript.of("sheets"), self.transcript.of("counts")
+        total: np.ndarray = reduce(np.add, (np.frombuffer(payload[i], dtype="<u8") for i, payload in sheets.items()))
         for i in self.transcript.of("shares"):
             secret = self._joined(answers, i)
             if i in sheets:
-                total[: len(like.head)] -= mask(secret, len(like.head))
+                total[:head] -= mask(secret, head)
             else:
                 total -= self._left_over(i, Pair.of(secret), len(total))
         count = total[: self.terms.slots].astype(np.int64).tolist()
         if any(not 0 <= n <= len(sheets) for n in count):
             raise ValueError("secure sum: the counts make no sense, so somebody has not kept to the protocol")
         self.transcript.bytes_down += len(answers) * self.terms.slots * NUMBER
-        return like.like(total), count
+        return Sheet.of(total, head, self.terms.slots), count
 
     def sums(self, sheet: Sheet, count: Sequence[int]) -> Opened:
         """After exchange 4: the sums of slots that enough clients have chosen."""
@@ -306,7 +305,7 @@ class Session:
         server.receive("sheets", masked)
         arrived = server.arrived()
         self._ask("counts", arrived, lambda client: client.counts(arrived))
-        sheet, count = server.counts(next(iter(sheets.values())))
+        sheet, count = server.counts(head=len(next(iter(sheets.values())).head))
         self._ask("sums", list(server.transcript.of("counts")), lambda client: client.sums(count))
         return server.sums(sheet, count)
 
