@@ -54,7 +54,7 @@ def test_too_few_shares_fit_every_secret():
 
 
 def test_masks_of_a_pair_cancel():
-    a, b = Pair.of(os.urandom(32)), Pair.of(os.urandom(32))
+    a, b = Pair(os.urandom(32)), Pair(os.urandom(32))
     up, down = mask(a.agree(b.public, b"masks"), 50), np.negative(mask(b.agree(a.public, b"masks"), 50))
     assert not (up + down).any() and up.any()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
@@ -21,26 +20,27 @@ SECRET = 32  # bytes of a seed, of a secret key and of a public key
 Entropy = Callable[[int], bytes]  # so many random bytes; `os.urandom` wherever there is something to protect
 
 
-class Pair(NamedTuple):
-    """A key pair of X25519."""
+class Pair:
+    """A key pair of X25519.
 
-    secret: bytes
-    public: bytes
+    Args:
+        secret: The secret key: any `SECRET` random bytes.
+    """
 
-    @classmethod
-    def of(cls, secret: bytes) -> Pair:
-        """The pair that belongs to a secret key: any `SECRET` random bytes."""
-        return cls(secret, X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw())
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self._key = X25519PrivateKey.from_private_bytes(secret)
+        self.public = self._key.public_key().public_bytes_raw()
 
     def agree(self, public: bytes, purpose: bytes) -> bytes:
         """The secret that this pair and the owner of another one have in common, one for every purpose.
 
         Example:
-            >>> a, b = Pair.of(bytes(32)), Pair.of(bytes(range(32)))
+            >>> a, b = Pair(bytes(32)), Pair(bytes(range(32)))
             >>> a.agree(b.public, b"masks") == b.agree(a.public, b"masks") != b.agree(a.public, b"shares")
             True
         """
-        common = X25519PrivateKey.from_private_bytes(self.secret).exchange(X25519PublicKey.from_public_bytes(public))
+        common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
         return HKDF(hashes.SHA256(), SECRET, salt=None, info=b"coterie secure sum: " + purpose).derive(common)
 
 
@@ -51,7 +51,7 @@ def mask(seed: bytes, length: int) -> np.ndarray:
         >>> mask(bytes(32), 3).dtype, bool((mask(bytes(32), 3) == mask(bytes(32), 5)[:3]).all())
         (dtype('uint64'), True)
     """
-    return np.frombuffer(_stream(seed)(8 * length), dtype="<u8").astype(np.uint64)
+    return np.frombuffer(_stream(seed)(8 * length), dtype="<u8")
 
 
 def seal(key: bytes, sender: int, receiver: int, text: bytes) -> bytes:

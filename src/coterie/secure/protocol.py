@@ -132,7 +132,7 @@ class Client:
 
     def __init__(self, me: int, terms: Terms, random: Entropy = os.urandom) -> None:
         self.me, self._terms, self._random = me, terms, random
-        self._channel, self._masking = Pair.of(random(SECRET)), Pair.of(random(SECRET))
+        self._channel, self._masking = Pair(random(SECRET)), Pair(random(SECRET))
         self._seeds = [random(SECRET) for _ in range(1 + terms.slots)]  # for the head, and for each row of the body
         self._keys: dict[int, bytes] = {}  # the other clients'
         self._held: dict[int, list[bytes]] = {}  # shares of everybody's secrets
@@ -160,7 +160,7 @@ class Client:
         self._held |= {i: _cut(self._unseal(i, text)) for i, text in sealed.items()}
         total = sheet.flat() + _own_masks(self._seeds, sheet)
         for i in sealed:
-            total += _common_mask(self.me, i, self._masking, self._keys[i][SECRET:], len(total))
+            _add_common_mask(total, self.me, i, self._masking, self._keys[i][SECRET:])
         return {self.me: total.astype("<u8").tobytes()}
 
     def counts(self, arrived: Sequence[int]) -> Payload:
@@ -236,7 +236,7 @@ class Server:
             if i in sheets:
                 total[:head] -= mask(secret, head)
             else:
-                total -= self._left_over(i, Pair.of(secret), len(total))
+                self._cancel(total, i, Pair(secret))
         count = total[: self.terms.slots].astype(np.int64).tolist()
         if any(not 0 <= n <= len(sheets) for n in count):
             raise ValueError("secure sum: the counts make no sense, so somebody has not kept to the protocol")
@@ -254,13 +254,11 @@ class Server:
                 body[j] -= mask(self._joined(answers, i, at), body.shape[1])
         return Opened(Sheet(sheet.head.view(np.int64), body.view(np.int64)), np.array(count), arrived)
 
-    def _left_over(self, gone: int, pair: Pair, length: int) -> np.ndarray:
-        """What the masks that were shared with a client who is gone have left in the sum."""
+    def _cancel(self, total: np.ndarray, gone: int, pair: Pair) -> None:
+        """Add the masks that a client who is gone would have added, so that they cancel with the others'."""
         keys = self.transcript.of("keys")
-        left = np.zeros(length, np.uint64)
         for i in self.transcript.of("sheets"):
-            left -= _common_mask(gone, i, pair, keys[i][i][SECRET:], length)
-        return left
+            _add_common_mask(total, gone, i, pair, keys[i][i][SECRET:])
 
     def _joined(self, answers: Mapping[int, Payload], client: int, at: int = 0) -> bytes:
         """A secret of a client, from the first shares of it that suffice."""
@@ -314,10 +312,10 @@ class Session:
         self.server.receive(exchange, {i: answer(self.clients[i]) for i in here})
 
 
-def _common_mask(me: int, other: int, pair: Pair, public: bytes, length: int) -> np.ndarray:
-    """The mask that two clients have in common, as the one adds it and the other subtracts it."""
-    common = mask(pair.agree(public, b"masks"), length)
-    return common if me < other else np.negative(common)
+def _add_common_mask(total: np.ndarray, me: int, other: int, pair: Pair, public: bytes) -> None:
+    """Add the mask that two clients have in common; of the two, the one with the higher number subtracts it."""
+    common = mask(pair.agree(public, b"masks"), len(total))
+    (np.add if me < other else np.subtract)(total, common, out=total)
 
 
 def _own_masks(seeds: Sequence[bytes], sheet: Sheet) -> np.ndarray:

@@ -36,8 +36,8 @@ def split(secret: bytes, holders: Sequence[int], needed: int, random: Entropy) -
     def value(x: int) -> int:
         total = 0
         for coefficient in coefficients:
-            total = (total * x + coefficient) % PRIME
-        return total
+            total = total * x + coefficient  # x is small: one remainder at the end costs less than one at every step
+        return total % PRIME
 
     return {i: value(i + 1).to_bytes(SHARE, "big") for i in holders}
 
