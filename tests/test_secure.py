@@ -109,8 +109,15 @@ def test_sums_and_counts_are_exact_with_a_third_gone(exchange):
 
 @pytest.mark.parametrize("exchange", ["keys", "shares", "sheets", "counts", "sums"])
 def test_with_fewer_than_are_needed_nothing_is_opened(exchange):
-    with pytest.raises(TooFewLeft, match=r"7 of 12 clients answered exchange . \(\w+\), but 8 are needed; nothing was"):
+    opened = "only the head, with counts and mean losses," if exchange == "sums" else "nothing"
+    said = rf"7 of 12 clients answered exchange \d \({exchange}\), but 8 are needed; {opened} was opened"
+    with pytest.raises(TooFewLeft, match=said):
         session_of(FOURS, gone_in(exchange, {0, 1, 2, 3, 4}))
+
+
+def test_with_nobody_left_nothing_is_computed():
+    with pytest.raises(TooFewLeft, match="0 of 12 clients answered exchange 2"):
+        Secure(cohort_of(), ct.SecureSum(), gone_in("sheets", set(range(12)))).combine(Toy().telling, SCALE, slots=3)
 
 
 def test_a_client_goes_no_further_with_too_few_others_whatever_the_server_says():
@@ -437,6 +444,28 @@ def test_a_configuration_may_ask_for_it():
     ):
         with pytest.raises(ValueError, match=said):
             build({**tables, "run": {"rounds": 1, "secure": secure}})
+
+
+def test_settings_must_be_settings(task, ragged):
+    for secure, said in (({"min_members": 3}, "fit: secure must be SecureSum"), (ct.SecureSum(clip=0), "clip must be")):
+        with pytest.raises(ValueError, match=said):
+            ct.fit(ct.FedAvg(), task, ragged, rounds=1, secure=secure)
+
+
+def test_too_few_left_keeps_the_last_round(task, ragged, tmp_path, monkeypatch):
+    """The run stops as it does when a process of a sharded one is gone, and goes on where it was."""
+    whole = ct.fit(ct.FedAvg(), task, ragged, rounds=3, secure=ct.SecureSum())
+    with monkeypatch.context() as patch:
+        calls = iter(range(100))
+        patch.setattr(Session, "_ask", lambda *args, ask=Session._ask: ask(*args) if next(calls) < 8 else fall_silent())
+        with pytest.raises(TooFewLeft):
+            ct.fit(ct.FedAvg(), task, ragged, rounds=3, secure=ct.SecureSum(), out=tmp_path)
+    again = ct.fit(ct.FedAvg(), task, ragged, rounds=3, secure=ct.SecureSum(), out=tmp_path, resume=True)
+    assert torch.equal(flat(whole.models[0], 0), flat(again.models[0], 0)) and len(again.history) == 3
+
+
+def fall_silent():
+    raise TooFewLeft("nobody answers")
 
 
 def test_more_clients_than_a_session_can_hold(task):

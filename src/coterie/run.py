@@ -28,7 +28,7 @@ from coterie.precision import check_precision
 from coterie.progress import Progress
 from coterie.record import Onlooker, Record
 from coterie.secure import SecureSum
-from coterie.settings import to_plain, validate
+from coterie.settings import check_type, to_plain, validate
 from coterie.task import Data, Task
 from coterie.tree import Params, take, to_device
 
@@ -218,6 +218,7 @@ def _secured(cohort: Cohort, secure: SecureSum) -> Cohort:
         raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
     from coterie.secure.cohort import Secure
 
+    check_type("fit: secure", secure, SecureSum)
     validate(secure)
     return Secure(cohort, secure)
 

@@ -106,12 +106,11 @@ class FedX(Algorithm):
         sums = chosen.combine(self.soft_step if self.soft else self.step, sent, slots=self.k)
         labels = state.labels.clone()
         labels[chosen.clients] = sums.note["label"].flatten().cpu()
+        told = torch.bincount(labels[labels >= 0], minlength=self.k)
         after = State(
             theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
             labels=labels,
-            members=torch.bincount(labels[labels >= 0], minlength=self.k)
-            if sums.members is None
-            else sums.members.cpu(),
+            members=told if sums.members is None else sums.members.cpu(),
             lr=state.lr,
             exact=state.exact,
             temperature=self._next_temperature(sums),

@@ -91,7 +91,7 @@ class IFCA(LocalTraining, Algorithm):
             theta[name] = theta[name][:, :1].expand_as(theta[name]).contiguous()
         r, m = self.restarts, cohort.population
         never, none = torch.full((r, m), -1), torch.zeros(r, self.k, dtype=torch.long)
-        return State(theta, never, none, torch.full((r,), torch.inf), none, 0, 0)
+        return State(theta, never, none, torch.full((r,), torch.inf), none.clone(), 0, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 15."""

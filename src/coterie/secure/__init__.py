@@ -16,7 +16,7 @@ class SecureSum:
     """How clients' updates are added up so that nobody sees one of them.
 
     Args:
-        threshold: More than this share of the invited clients must answer every exchange, else nothing is opened. So
+        threshold: More than this share of the invited clients must answer every exchange, else no sum is opened. So
             many would also have to join forces with the server to open another client's update.
         min_members: The sum of a cluster with fewer members is not opened; its model stays as it is.
         clip: The largest absolute value that a client may send, its weight times any number of its update, or its

@@ -42,7 +42,7 @@ Answering = Callable[[str, list[int]], list[int]]  # of the clients asked in an 
 
 
 class TooFewLeft(ConnectionError):
-    """Fewer clients have answered than are needed to open a sum. Nothing was opened."""
+    """Fewer clients have answered than are needed to open a sum. No cluster's sum was opened."""
 
 
 class Terms(NamedTuple):
@@ -202,10 +202,15 @@ class Server:
             TooFewLeft: They are not enough to go on.
         """
         self.transcript.messages += [Message(exchange, i, payload) for i, payload in payloads.items()]
-        if len(payloads) < self.terms.needed:
+        self.require(exchange, len(payloads))
+
+    def require(self, exchange: str, answers: int) -> None:
+        """Go no further with too few answers to an exchange."""
+        if answers < self.terms.needed:
+            opened = "only the head, with counts and mean losses," if exchange == EXCHANGES[-1] else "nothing"
             raise TooFewLeft(
-                f"secure sum: {len(payloads)} of {self.terms.invited} clients answered exchange "
-                f"{EXCHANGES.index(exchange)} ({exchange}), but {self.terms.needed} are needed; nothing was opened"
+                f"secure sum: {answers} of {self.terms.invited} clients answered exchange {EXCHANGES.index(exchange)} "
+                f"({exchange}), but {self.terms.needed} are needed; {opened} was opened"
             )
 
     def keys(self) -> dict[int, bytes]:
@@ -294,7 +299,9 @@ class Session:
         self._ask("keys", list(self.clients), Client.keys)
         keys = self.server.keys()
         self._ask("shares", list(keys), lambda client: client.shares(keys))
-        return self.answering("sheets", list(self.server.transcript.of("shares")))
+        here = self.answering("sheets", list(self.server.transcript.of("shares")))
+        self.server.require("sheets", len(here))  # before anybody computes what would go into a sheet
+        return here
 
     def add(self, sheets: Mapping[int, Sheet]) -> Opened:
         """Exchanges 2 to 4: the sum of the sheets of those who are there."""
