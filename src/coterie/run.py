@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,8 @@ from coterie.parameter_tree import ParameterTree
 from coterie.precision import check_precision
 from coterie.progress import Progress
 from coterie.record import Onlooker, Record
-from coterie.settings import validate
+from coterie.secure import SecureSum
+from coterie.settings import check_type, to_plain, validate
 from coterie.task import Data, Task
 from coterie.tree import Params, take, to_device
 
@@ -156,6 +158,7 @@ def fit(
     device: str = "auto",
     precision: str = "float32",
     evaluations: int = 100,
+    secure: SecureSum | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
@@ -175,6 +178,8 @@ def fit(
         precision: Of matrix products: "float32", or on a GPU the faster "tf32", or "bfloat16". Only with float32 do
             executors agree to within rounding.
         evaluations: How often at most all clients are scored on the way, evenly spaced; the last round always is.
+        secure: Have updates added up so that the server sees only sums by cluster, and who is in which is not known
+            to it. For algorithms that only `combine`; scores are still those of every client. None adds in the open.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
         callbacks: Each is called with every new row of the history, by the process that writes.
@@ -182,7 +187,7 @@ def fit(
     Raises:
         ValueError: The input is bad; says what was given, what is allowed and where.
         Diverged: The loss is no longer finite.
-        ConnectionError: Another process of a sharded run is gone.
+        ConnectionError: Another process of a sharded run is gone, or too many clients of a secure sum.
     """
     validate(algorithm)
     for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
@@ -196,13 +201,26 @@ def fit(
     federation.check(task)
     key = Key.of(seed)
     cohort = make(federation, task, key.fold(CLIENTS), place, precision=check_precision(precision, place))
-    config = _config(algorithm, task, federation, {"rounds": rounds, "seed": seed, "precision": precision})
+    options: dict[str, Any] = {"rounds": rounds, "seed": seed, "precision": precision}
+    if secure is not None:
+        cohort, options["secure"] = _secured(cohort, secure), to_plain(secure)
+    config = _config(algorithm, task, federation, options)
     record = None
     if out:
         record = Record(out, config, resume=resume) if cohort.leads else Onlooker(out)
     listeners = [*callbacks, *_progress(algorithm, rounds, task, cohort.device)] if cohort.leads else []
     every = math.ceil(rounds / evaluations)
     return _Loop(algorithm, cohort, key, rounds, every, record, listeners).run(resume)
+
+
+def _secured(cohort: Cohort, secure: SecureSum) -> Cohort:
+    if find_spec("cryptography") is None:
+        raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
+    from coterie.secure.cohort import Secure
+
+    check_type("fit: secure", secure, SecureSum)
+    validate(secure)
+    return Secure(cohort, secure)
 
 
 class _Now(NamedTuple):
@@ -408,7 +426,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "seconds": sum(row["seconds"] for row in run.history),
         "bytes_down": sum(row["bytes_down"] for row in run.history),
         "bytes_up": sum(row["bytes_up"] for row in run.history),
-        "executor": type(run._cohort).__name__.lower(),
+        "executor": run._cohort.executor,
         "device": _device_name(run._cohort.device),
     }
 
