@@ -1,4 +1,5 @@
 import logging
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def on_flower(tmp_path):
     def make(federation, task, key=None, *, spoil=None, run="test", **options):
         m = len(federation)
         cuts = [0, m // 4, m // 2, m]
-        shares = [federation.select(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+        shares = [federation.select(range(a, b)) for a, b in pairwise(cuts)]
         sites = {f"site-{i}": share for i, share in enumerate(shares)}
         nodes = {9 - i: Node(site, share, tmp_path / "nodes") for i, (site, share) in enumerate(sites.items())}
         grid = LocalGrid(nodes)

@@ -2,20 +2,27 @@
 
 import json
 import math
+import sys
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 import coterie as ct
 from coterie.cohort import Absent
+from coterie.config import build_algorithm, build_task
+from coterie.evaluate import Scorer
 from coterie.executors.flower import TooFew, enrol, plain_task
 from coterie.federation import Federation
+from coterie.flower.client_app import node_of
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.node import Node
 from coterie.flower.records import get_tree, put_tree
+from coterie.flower.server_app import Settings, read_tables, serve
 from coterie.key import Key
 from coterie.run import fit_on
 from coterie.tree import tree_map
@@ -32,10 +39,10 @@ def assert_same_run(one, two):
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [ct.IFCA(k=3, tau=2, batch=4, fraction=0.5), ct.CFL(schedule=(1, 2), patience=1)])
+@pytest.mark.parametrize("algorithm", [ct.IFCA(k=3, tau=2, batch=4, fraction=0.5), ct.CFL(schedule=(1, 3), patience=1)])
 def test_a_run_is_the_simulators(algorithm, task, ragged, on_flower):
-    here = ct.fit(algorithm, task, ragged, rounds=3, seed=2)
-    there = fit_on(lambda key: on_flower(ragged, task, key), algorithm, rounds=3, seed=2)
+    here = ct.fit(algorithm, task, ragged, rounds=3, seed=2, evaluations=1)
+    there = fit_on(lambda key: on_flower(ragged, task, key), algorithm, rounds=3, seed=2, evaluations=1)
     assert_same_run(here, there)
     assert there.ari == here.ari
     assert [row["participants"] for row in there.history] == [row["participants"] for row in here.history]
@@ -60,8 +67,6 @@ def test_messages_carry_only_the_models_that_are_needed(task, ragged, on_flower)
     cohort = on_flower(ragged, task)
     theta = tree_map(lambda x: x.expand(12, *x.shape), task.init(Key.of(0)))
     one = sum(x.numel() * 4 for x in task.init(Key.of(0)).values())
-    from coterie.evaluate import Scorer
-
     cohort.only([0, 1, 7]).gather(Scorer().score, theta, rows=torch.tensor([3, 3, 5]))
     assert cohort.ledger.bytes_down == 2 * one
 
@@ -283,7 +288,7 @@ OF_SLOTS = {
 
 def sums_of(cohort, task):
     theta = tree_map(lambda x: torch.stack([x, x + 0.1, x - 0.1])[None], task.init(Key.of(0)))
-    shared = {"theta": theta, "lr": torch.tensor(0.1)}
+    shared = {"theta": theta, "common": {}, "lr": torch.tensor(0.1)}
     return cohort.combine(ct.IFCA(k=3, tau=2).step, shared, slots=3)
 
 
@@ -323,7 +328,10 @@ def two(x=(3, 2), **more):
     [
         ({1: Node("a", two()), 2: Node("a", two())}, "two sites are called 'a'"),
         ({1: Node("a", two(ids=["x"])), 2: Node("b", two(ids=["x"]))}, "two clients are called 'x'"),
-        ({1: Node("a", two()), 2: Node("b", two((3, 4)))}, "1 of 2 nodes could enrol. node 2: ValueError: b/0"),
+        (
+            {1: Node("a", two()), 2: Node("b", two((3, 4)))},
+            "1 of 2 nodes could enrol. node 2: ValueError: client 'b/0'",
+        ),
     ],
 )
 def test_nodes_that_do_not_fit_together_are_refused(nodes, said):
@@ -347,8 +355,8 @@ def test_a_module_of_ones_own_is_refused():
 
 def test_a_node_does_only_what_it_knows(task, ragged, on_flower):
     cohort = on_flower(ragged, task)
-    node = cohort.grid.nodes[9]
-    content = cohort._request(ct.FedAvg().step, {"theta": task.init(Key.of(0))}, 1, torch.arange(3), None)
+    node, shared = cohort.grid.nodes[9], {"theta": task.init(Key.of(0)), "lr": torch.tensor(0.1)}
+    content = cohort._request(ct.FedAvg().step, shared, 1, torch.arange(3), None)
     for change, said in (
         ({"owner": "os"}, "not known here"),
         ({"step": "round"}, "no client step"),
@@ -361,3 +369,52 @@ def test_a_node_does_only_what_it_knows(task, ragged, on_flower):
         bad["step"] = ConfigRecord({**content["step"], **change})
         with pytest.raises(ValueError, match=said):
             node.answer("train", bad)
+
+
+# --- the apps -----------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "flower"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example's folder where Flower puts it: first on the path."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.delitem(sys.modules, "data", raising=False)
+    yield
+    sys.modules.pop("data", None)
+
+
+def test_the_example_does_what_the_simulator_does(example, tmp_path):
+    config = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    settings = Settings.of({**config["config"], "out": str(tmp_path / "run")})
+    contexts = {
+        7 * i: Context(1, 7 * i, {"partition-id": 2 - i, "memory": str(tmp_path)}, RecordDict(), {}) for i in range(3)
+    }
+    grid = LocalGrid({i: node_of(context) for i, context in contexts.items()})
+    there = serve(grid, settings, read_tables(settings.config))
+    tables = read_tables("config.toml")
+    here = ct.fit(
+        build_algorithm(tables["algorithm"]),
+        build_task(tables["task"]),
+        ct.data.rotated_digits(clients=12, seed=0),
+        rounds=3,
+    )
+    assert_same_run(here, there)
+    assert there.path == tmp_path / "run" and (there.path / "final").is_dir()
+
+
+def test_the_app_says_what_it_misses():
+    context = Context(1, 1, {}, RecordDict(), {})
+    with pytest.raises(ValueError, match=r"needs a data\.py"):
+        node_of(context)
+    with pytest.raises(ValueError, match=r"needs a data\.py"):
+        read_tables("config.toml")
+    with pytest.raises(ValueError, match="no key 'node'; did you mean 'nodes'"):
+        Settings.of({"node": 3})
+    with pytest.raises(ValueError, match="nodes must be at least 1"):
+        Settings.of({"nodes": 0})
+    with pytest.raises(ValueError, match=r"no table \[data\]"):
+        serve(LocalGrid({}), Settings(), {"data": {}})
+    with pytest.raises(ValueError, match="no key 'executor' on Flower"):
+        serve(LocalGrid({}), Settings(), {"run": {"executor": "vmap"}})

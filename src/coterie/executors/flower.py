@@ -10,14 +10,14 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from coterie.client import Reply
+from coterie.client import ClientStep, Reply
 from coterie.cohort import Absent, Cohort, Step, Sums
 from coterie.flower import checks
 from coterie.flower.checks import Asked, Verb
@@ -119,8 +119,8 @@ class Flower(Cohort):
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         return Reply(**self._in_order(self._ask("gather", step, shared, slots, rows)))
 
-    def _replies(self, *_: Any) -> Any:
-        raise NotImplementedError("the clients' steps run on the nodes")
+    def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+        raise NotImplementedError("flower: clients' steps run on the nodes")
 
     def _ask(
         self, verb: Verb, step: Step, shared: Any, slots: int, rows: Tensor | None
@@ -212,7 +212,9 @@ class Flower(Cohort):
 def plain_task(task: Task) -> str:
     """A task as JSON, from which nodes build it."""
     if not task.spec or ("model" not in task.spec and task.spec["kind"] != "distance"):
-        raise ValueError("flower: the task has a module of your own, which nodes cannot build; use one of coterie.models")
+        raise ValueError(
+            "flower: the task has a module of your own, which nodes cannot build; use one of coterie.models"
+        )
     return json.dumps(task.spec)
 
 

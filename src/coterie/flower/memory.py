@@ -46,6 +46,7 @@ class Memory:
         Raises:
             ValueError: The version that is needed was kept too long ago.
         """
+        _word(moment.attempt)
         if self.folder is None:
             return {}
         kept = self._valid(moment)
