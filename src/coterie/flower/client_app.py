@@ -56,10 +56,14 @@ def node_of(context: Context) -> Node:
 
 def _own(context: Context) -> Federation:
     try:
-        load = importlib.import_module("data").federation  # the user's own file, beside the app's pyproject.toml
-    except (ImportError, AttributeError) as error:
-        raise ValueError("the app needs a data.py with a function federation(context) -> Federation") from error
-    if not isinstance(federation := load(context), Federation):
+        module = importlib.import_module("data")  # the user's own file, beside the app's pyproject.toml
+    except ModuleNotFoundError as error:
+        if error.name != "data":  # something that it imports is missing: that must be told as it is
+            raise
+        module = None
+    if not hasattr(module, "federation"):
+        raise ValueError("the app needs a data.py with a function federation(context) -> Federation")
+    if not isinstance(federation := module.federation(context), Federation):
         raise ValueError(f"data.py: federation() must return a Federation, got {type(federation).__name__}")
     return federation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,17 +66,32 @@ class Memory:
         """
         if self.folder is None:
             raise ValueError(f"site '{self.site}': clients have something to remember; give the node a 'memory' folder")
-        folder = self._folder(moment)
+        folder = self._folder(moment.run)
         content = {"names": tuple(memory), "memory": tuple(memory.values())}
         snapshot.save(folder / f"{moment.unit:08d}-{_word(moment.attempt)}.safetensors", content)
         for old in self._valid(moment)[:-KEPT]:
             old.unlink()
             self._marker(moment).touch()
 
+    def load_chunks(self, run: str) -> dict[str, int]:
+        """How many clients go together, by step, as found out in earlier messages of the run.
+
+        To find it out takes the work of a few clients and part of torch that loads for seconds, and every message may
+        start a new process.
+        """
+        if self.folder is None or not (file := self._folder(run) / "chunks.json").is_file():
+            return {}
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def save_chunks(self, run: str, chunks: dict[str, int]) -> None:
+        """Keep them for later messages, if there is a folder."""
+        if self.folder is not None:
+            snapshot.write_text(self._folder(run) / "chunks.json", json.dumps(chunks))
+
     def _valid(self, moment: Moment) -> list[Path]:
         """The versions that count at this moment, the newest last; those that do not are thrown away."""
         valid = []
-        for file in sorted(self._folder(moment).glob("*-*.safetensors")):
+        for file in sorted(self._folder(moment.run).glob("*-*.safetensors")):
             unit, _, attempt = file.stem.partition("-")
             if int(unit) < moment.unit or (int(unit) == moment.unit and attempt == moment.attempt):
                 valid.append(file)
@@ -83,13 +99,13 @@ class Memory:
                 file.unlink()
         return valid
 
-    def _folder(self, moment: Moment) -> Path:
+    def _folder(self, run: str) -> Path:
         assert self.folder is not None
         # Names come from elsewhere, so no part of a path is made of them.
-        return self.folder / _digest(self.site) / _digest(moment.run)
+        return self.folder / _digest(self.site) / _digest(run)
 
     def _marker(self, moment: Moment) -> Path:
-        return self._folder(moment) / "older-ones-are-gone"
+        return self._folder(moment.run) / "older-ones-are-gone"
 
 
 def _digest(name: str) -> str:

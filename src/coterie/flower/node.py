@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
-from coterie.cohort import Cohort, Step
+from coterie.cohort import Cohort, Ledger, Step
 from coterie.config import build_task
 from coterie.executors import find_device
 from coterie.executors.fused import Fused
@@ -38,7 +38,6 @@ class Node:
         self.site, self.federation = site, named(site, federation)
         self.memory = Memory(memory, site)
         self.device = find_device(device)
-        self._chunks: dict[str, int] = {}
 
     def enrol(self, content: RecordDict) -> RecordDict:
         """Say who the clients are, and how many rows each has."""
@@ -55,17 +54,23 @@ class Node:
         rows = get_tree(content, "rows", {}) if "rows" in content else None
         moment = Moment(str(told["run"]), int(told["unit"]), str(told["attempt"]))
         cohort = self._cohort(told)
-        ids = self.federation.ids or ()
-        before = self.memory.load(moment, types)
-        cohort.ledger.memory = {i: before[name] for i, name in enumerate(ids) if name in before}
-        known = dict(cohort.ledger.memory)
+        self._recall(cohort.ledger, moment, types)
+        memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
         answer = _run(category, cohort, step, shared, int(told["slots"]), rows)
-        after = cohort.ledger.memory
-        if any(after[i] is not known.get(i) for i in after):
-            self.memory.save(moment, {ids[i]: kept for i, kept in after.items()})
+        if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
+            self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
+        if len(cohort.ledger.chunks) > chunks:
+            self.memory.save_chunks(moment.run, cohort.ledger.chunks)
         reply = RecordDict()
         put_tree(reply, "answer", answer)
         return reply
+
+    def _recall(self, ledger: Ledger, moment: Moment, types: dict[str, type]) -> None:
+        """Have clients remember what they kept, whatever their order was then."""
+        before = self.memory.load(moment, types)
+        names = {i: self.federation.name(i) for i in range(len(self.federation))} if before else {}
+        ledger.memory = {i: before[name] for i, name in names.items() if name in before}
+        ledger.chunks = self.memory.load_chunks(moment.run)
 
     def _cohort(self, told: dict[str, Any]) -> Cohort:
         """The clients that are asked for, at the moment of the server: their draws are the simulator's."""
@@ -73,7 +78,6 @@ class Node:
         when = [int(i) for i in json.loads(str(told["when"]))]
         precision = check_precision(str(told["precision"]), self.device)
         cohort = Fused(self.federation, _task(str(told["task"])), key, self.device, precision=precision)
-        cohort.ledger.chunks = self._chunks
         some = torch.tensor([int(i) for i in told["clients"]])
         if not len(some) or int(some.min()) < 0 or int(some.max()) >= len(self.federation):
             raise ValueError(f"site '{self.site}' has {len(self.federation)} clients, others were asked for")

@@ -132,7 +132,10 @@ app = ServerApp()
 @app.main()
 def main(grid: FlowerGrid, context: Context) -> None:
     """Run what the app's config.toml says."""
-    logging.basicConfig(level=logging.INFO)
+    # Of this logger only: Flower sends what is logged over HTTP, which is logged, too.
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
     settings = Settings.of(context.run_config)
     run = serve(grid, settings, read_tables(settings.config))
     log.info("flower: %s %.4f after %d rounds", run.scores.metric, run.score, len(run.history))
