@@ -61,7 +61,7 @@ def _own(context: Context) -> Federation:
         if error.name != "data":  # something that it imports is missing: that must be told as it is
             raise
         module = None
-    if not hasattr(module, "federation"):
+    if module is None or not hasattr(module, "federation"):
         raise ValueError("the app needs a data.py with a function federation(context) -> Federation")
     if not isinstance(federation := module.federation(context), Federation):
         raise ValueError(f"data.py: federation() must return a Federation, got {type(federation).__name__}")
