@@ -59,12 +59,25 @@ class Ledger:
     messages: list[str] = field(default_factory=list)  # what executor and algorithm have to say, for the log
 
 
+class Absent(Exception):
+    """Some clients were not heard in an exchange, or not believed: the work must be done again without them.
+
+    Attributes:
+        clients: Who, as positions in the federation.
+    """
+
+    def __init__(self, clients: Tensor) -> None:
+        super().__init__(f"{len(clients)} clients were not heard")
+        self.clients = clients
+
+
 class Cohort(ABC):
     """Some clients of a federation at some moment of a run.
 
     A cohort never changes: `at`, `fold`, `only`, `sample` and `on` return another one.
     """
 
+    remote = False  # whether clients are elsewhere, and can go back no further than to the round before
     leads = True  # of several processes that do one run, whether this is the one that writes and speaks
 
     def __init__(
@@ -108,6 +121,14 @@ class Cohort(ABC):
     def at(self, t: int) -> Self:
         """The cohort in round t: its clients' draws follow."""
         return self._but(when=(t,))
+
+    def attempt(self, unit: int) -> Self:
+        """The cohort at a new try at the start (0) or a round (t + 1), for clients that are reached over a network."""
+        return self
+
+    def without(self, clients: Tensor) -> Self:
+        """The cohort less some clients, given as positions in the federation."""
+        return self.only((~torch.isin(self.clients, clients)).nonzero().flatten())
 
     def fold(self, *more: int) -> Self:
         """The cohort at a finer moment, for algorithms that exchange several times in a round."""
@@ -162,8 +183,15 @@ class Cohort(ABC):
                 note = _put(note, part.note, at, len(self))
         return Sums(update, weight, note or {})
 
-    def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
-        """Run `step` on every client and return every reply, stacked in the cohort's order."""
+    def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
+        """Run `step` on every client and return every reply, stacked in the cohort's order.
+
+        Args:
+            step: A method `step(task) -> ClientStep`.
+            shared: What every client is sent.
+            slots: How many there are to choose from; a remote client that names another is not believed.
+            rows: (clients,) or (clients, parts). Client i is sent only these rows of `shared`.
+        """
         replies: Any = None
         shared, down = self._sent(shared, rows)
         with arithmetic("float32", self.device):

@@ -177,7 +177,7 @@ class FedX(Algorithm):
 
     def place(self, state: State, cohort: Cohort) -> Tensor:
         """Line 6 for every client of the cohort."""
-        return cohort.gather(self.choose, state.theta).slot.cpu()
+        return cohort.gather(self.choose, state.theta, slots=self.k).slot.cpu()
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""

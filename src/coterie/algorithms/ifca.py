@@ -169,7 +169,7 @@ class IFCA(LocalTraining, Algorithm):
 
     def place(self, state: State, cohort: Cohort) -> Tensor:
         """Line 6 for every client of the cohort."""
-        return cohort.gather(self.choose, self.models(state)).slot.cpu()
+        return cohort.gather(self.choose, self.models(state), slots=self.k).slot.cpu()
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""

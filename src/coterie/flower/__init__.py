@@ -1,1 +1,1 @@
-"""The same algorithms on a real Flower federation."""
+"""A real federation: the parts that speak Flower. Nothing outside of here and `executors.flower` imports flwr."""
