@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.algorithms.clustergan import ClusterGAN, Moving, steepness
+from coterie.adam import Moving
+from coterie.algorithms.clustergan import ClusterGAN, steepness
 from coterie.config import build_task
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
@@ -63,7 +64,7 @@ def test_adam_is_that_of_torch():
     adam = torch.optim.Adam([other], lr=0.1, betas=(0.5, 0.9))
     for _ in range(5):
         other.grad = torch.randn(7, generator=g)
-        own = own.adam(other.grad, 0.1)
+        own = own.step(other.grad, 0.1, (0.5, 0.9))
         adam.step()
     assert torch.allclose(own.at, other.detach(), atol=1e-5)
 

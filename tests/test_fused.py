@@ -127,7 +127,8 @@ class Pretend(Replayed):
 
     def record(self, flat, spec):
         own = [x.clone() if isinstance(x, torch.Tensor) else x for x in flat]
-        outputs = tree_map(torch.clone, self.function(*tree_unflatten(own, spec)))  # vmap may have expanded some
+        made = self.function(*tree_unflatten(own, spec))
+        outputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, made)  # vmap may expand some
 
         def replay():
             for old, new in zip(leaves(outputs), leaves(self.function(*tree_unflatten(own, spec))), strict=True):
