@@ -123,6 +123,7 @@ def test_a_node_that_is_away_is_not_waited_for(task, ragged, on_flower):
     with pytest.raises(Absent) as gone:
         cohort.gather(ct.IFCA(k=1).choose, tree_map(lambda x: x[None], task.init(Key.of(0))))
     assert gone.value.clients.tolist() == [0, 1, 2]
+    assert cohort.ledger.bytes_down == 0
     assert cohort.ledger.messages == ["flower: site 'site-0' is left out, for the 1. time: its node is not there"]
 
 

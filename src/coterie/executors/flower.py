@@ -129,14 +129,13 @@ class Flower(Cohort):
         sites = self.roster.site[self.clients]
         at = {int(s): (sites == s).nonzero().flatten() for s in sites.unique()}
         online = set(self.grid.get_node_ids())
-        requests, faults = {}, dict[int, str]()
-        for s, own in at.items():
-            if self.roster.nodes[s] not in online:
-                faults[s] = "its node is not there"
-                continue
-            content = self._request(step, shared, slots, own, rows)
-            requests[s] = self.roster.nodes[s], f"{TYPE[verb]}.{step.__name__}", content
-        answers = dict[int, Any]()
+        away = {s: "its node is not there" for s in at if self.roster.nodes[s] not in online}
+        self._settle(away, at, len(at) - len(away))  # before anything is sent
+        kind = f"{TYPE[verb]}.{step.__name__}"
+        requests = {
+            s: (self.roster.nodes[s], kind, self._request(step, shared, slots, own, rows)) for s, own in at.items()
+        }
+        answers, faults = dict[int, Any](), dict[int, str]()
         for s, message in exchange(self.grid, requests, self.deadline).items():
             asked = Asked(verb, slots, len(at[s]), self.part)
             answers[s], faults[s] = self._read(message, asked, self.language.types(step))
