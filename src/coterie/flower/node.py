@@ -88,9 +88,10 @@ class Node:
 
 def _run(category: str, cohort: Cohort, step: Step, shared: Any, slots: int, rows: Any) -> dict[str, Any]:
     if category == "train":
-        return cohort.combine(step, shared, slots=slots, rows=rows)._asdict()
-    reply = cohort.gather(step, shared, slots=slots, rows=rows)._asdict()
-    return {name: reply[name] for name in ("update", "weight", "slot", "note")}
+        sums = cohort.combine(step, shared, slots=slots, rows=rows)
+        return {"update": sums.update, "weight": sums.weight, "note": sums.note}
+    reply = cohort.gather(step, shared, slots=slots, rows=rows)
+    return {"update": reply.update, "weight": reply.weight, "slot": reply.slot, "note": reply.note}
 
 
 def _words(content: RecordDict, name: str) -> dict[str, Any]:
