@@ -238,7 +238,8 @@ def dequantised(x: Tensor) -> Tensor:
     level = (x * (LEVELS - 1)).round()
     pixel = torch.arange(1, level[0].numel() + 1, device=x.device)
     image = (level.flatten(1).long() * _scrambled(pixel)).sum(1, keepdim=True)  # whole numbers: in any order the same
-    noise = (_scrambled(image + _scrambled(pixel + len(pixel))) >> 7).to(x) / 2**24
+    # 16 bits, for with the 8 of a level they make the 24 of a float: nothing is rounded up to the next level.
+    noise = (_scrambled(image + _scrambled(pixel + len(pixel))) >> 15).to(x) / 2**16
     return (level + noise.reshape(x.shape)) / LEVELS
 
 
