@@ -25,7 +25,7 @@ from coterie.flower.records import get_tree, put_tree
 from coterie.flower.server_app import Settings, read_tables, serve
 from coterie.key import Key
 from coterie.run import fit_on
-from coterie.tree import tree_map
+from coterie.tree import leaves, tree_map
 
 
 def assert_same_run(one, two):
@@ -312,8 +312,7 @@ def test_a_hostile_answer_enters_no_sum(ask, what, seat, task, ragged, on_flower
     assert torch.equal(gone.value.clients, own)
     assert cohort.faults == {"site-2" if seat == 7 else "site-0": 1} and len(cohort.ledger.messages) == 1
     honest = on_flower(ragged, task).without(own)
-    for a, b in zip(torch.utils._pytree.tree_leaves(ask(cohort.without(own), task)),
-                    torch.utils._pytree.tree_leaves(ask(honest, task)), strict=True):  # fmt: skip
+    for a, b in zip(leaves(ask(cohort.without(own), task)), leaves(ask(honest, task)), strict=True):
         assert torch.equal(a, b)
 
 
