@@ -5,7 +5,7 @@ Efficient Clustering Frameworks for Federated Learning Systems
 
 Line numbers in the comments are those of Algorithm 3 unless they say otherwise. A round here is a cluster round. Points
 that are wrongly assigned hold on to their cluster if its model has overfitted them, which the report leaves as an open
-problem (Section 4.3); `shrinkage.py` is our answer.
+problem (Section 4.3); `shrinkage.py` is our answer in closed form, and `UIFCA.chosen` for other models.
 
 Throughout, r is the restarts that run side by side, k the clusters, n the points of a client, d their dimensions.
 """

@@ -21,8 +21,8 @@ def rotnet_features(federation: Federation, steps: int = 2000, seed: int = 0) ->
     """Images of MNIST's shape as the features of a RotNet that was trained on MNIST's training images.
 
     Every client would get the same trained network, as one that is publicly available, and represent its images itself.
-    The network is trained once, on a GPU if there is one (2,000 steps take seconds there, and the better part of an
-    hour on a CPU), and kept in the data folder.
+    The network is trained once, on a GPU if there is one (2,000 steps take seconds there, and long on a CPU), and kept
+    in the data folder.
 
     Args:
         federation: With images (1, 28, 28).

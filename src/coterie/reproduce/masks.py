@@ -34,7 +34,7 @@ def _accuracies(spec: dict[str, Any], case: dict[str, Any], device: str) -> dict
     federation = seeded({**spec["data"], "change": change}, spec["seed"])
     algorithm = build_algorithm(spec["algorithm"])
     assert isinstance(algorithm, UIFCA)
-    task = build_task({**spec["task"], "model": {**spec["task"]["model"], "mask": case["mask"]}})
+    task = build_task({**spec["task"], "model": {**spec["task"]["model"], **case["model"]}})
     done = fit(
         replace(algorithm, init=Disturbed(0.0)), task, federation, rounds=1, seed=spec["seed"], device=device,
         evaluations=1,
