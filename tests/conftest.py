@@ -1,10 +1,16 @@
 import logging
+from itertools import pairwise
 
 import pytest
 import torch
 
 import coterie as ct
+from coterie.executors.flower import Flower, Language, enrol
 from coterie.federation import Federation
+from coterie.flower.local import LocalGrid
+from coterie.flower.node import Node
+from coterie.flower.steps import describe_step, types_of
+from coterie.key import Key
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +51,23 @@ def points():
     whole = ct.data.gaussian_clusters(k=3, p=0.5, seed=2, clients=8, points=120, d=6, separation=6.0)
     rows = [(x[: 20 + 14 * i].flip(0), y[: 20 + 14 * i].flip(0)) for i in range(8) for x, y in [whole.train.client(i)]]
     return Federation.from_clients(rows)
+
+
+@pytest.fixture
+def on_flower(tmp_path):
+    """Makes a cohort of a federation's clients on three nodes of a Grid in this process."""
+
+    def make(federation, task, key=None, *, spoil=None, run="test", **options):
+        m = len(federation)
+        cuts = [0, m // 4, m // 2, m]
+        shares = [federation.select(range(a, b)) for a, b in pairwise(cuts)]
+        sites = {f"site-{i}": share for i, share in enumerate(shares)}
+        nodes = {9 - i: Node(site, share, tmp_path / "nodes") for i, (site, share) in enumerate(sites.items())}
+        grid = LocalGrid(nodes)
+        roster = enrol(grid, task, nodes=3, deadline=10)
+        grid.spoil = spoil
+        language = Language(describe_step, types_of)
+        key = Key.of(0).fold(1) if key is None else key
+        return Flower(grid, roster, task, key, language, run=run, **{"deadline": 10, **options})
+
+    return make

@@ -71,6 +71,10 @@ VARIANTS = {
 }
 
 
+# What differs in what is sent, besides the methods as they are; every case would take minutes.
+FLOWN = ("plain", "shared", "patient", "revived", "split_half", "rotated", "soft", "renewed", "disturbed")
+
+
 def make(name, **settings):
     fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
     return ALGORITHMS[name](**{n: v for n, v in {**SETTINGS, **OWN.get(name, {}), **settings}.items() if n in fields})
@@ -113,10 +117,10 @@ def cohort_of(federation, task, executor="sequential", seed=0):
 
 
 def rounds_of(algorithm, cohort, rounds, seed=0):
-    state = algorithm.start(cohort.task, cohort.at(0), Key.of(seed))
+    state = algorithm.start(cohort.task, cohort.attempt(0).at(0), Key.of(seed))
     for t in range(rounds):
         if not algorithm.done(state):
-            state, report = algorithm.round(state, cohort.at(t))
+            state, report = algorithm.round(state, cohort.attempt(t + 1).at(t))
     return state, report
 
 
@@ -135,6 +139,18 @@ def test_executors_agree(algorithm, problem):
     states = [rounds_of(algorithm, cohort_of(federation, task, name), 3)[0] for name in EXECUTORS]
     for other in states[1:]:
         assert_same(states[0], other, 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [case for case in cases() if case.id.partition("-")[2] in FLOWN])
+def test_a_real_federation_agrees(algorithm, problem, on_flower):
+    """Three nodes with several clients each, over Flower's messages, against the simulator."""
+    task, federation = problem
+    here, there = cohort_of(federation, task, "vectorised"), on_flower(federation, task)
+    (one, _), (two, _) = rounds_of(algorithm, here, 3), rounds_of(algorithm, there, 3)
+    assert torch.equal(algorithm.labels(one), algorithm.labels(two))
+    assert_same(one, two, 1e-5)
+    assert torch.equal(algorithm.place(one, here), algorithm.place(two, there))
+    assert not there.faults
 
 
 @every_case

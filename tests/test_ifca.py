@@ -157,7 +157,7 @@ def test_the_best_restart_is_kept_and_a_diverged_one_is_passed_over():
     algorithm = ct.IFCA(1, restarts=3, init="random")
     theta = {"weight": torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1, 1)}
     quality = torch.tensor([torch.inf, 0.5, 0.7])
-    state = State(theta, torch.zeros(3, 1, dtype=torch.long), quality, torch.zeros(3, 1), 0, 1)
+    state = State(theta, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1), quality, torch.zeros(3, 1), 0, 1)
     assert algorithm.models(state)["weight"].flatten().tolist() == [2.0]
 
 

@@ -22,6 +22,7 @@ from coterie.diagnose import Diagnosis, diagnose
 from coterie.evaluate import Scores
 from coterie.federation import Federation
 from coterie.run import Diverged, Run, fit
+from coterie.secure import SecureSum
 from coterie.task import Task
 
 __version__ = "0.1.0"
@@ -29,5 +30,5 @@ __version__ = "0.1.0"
 __all__ = [
     "CFL", "IFCA", "KFED", "UIFCA", "Balanced", "ClusterGAN", "Diagnosis", "Disturbed", "Diverged", "FarthestFirst",
     "FedAvg", "FedX", "Federation", "LocalOnly", "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run",
-    "Scores", "Task", "data", "diagnose", "fit", "models",
+    "Scores", "SecureSum", "Task", "data", "diagnose", "fit", "models",
 ]  # fmt: skip

@@ -37,12 +37,15 @@ class Sums(NamedTuple):
     Attributes:
         update: The weighted sums by slot (slots, …).
         weight: The summed weights (slots,).
-        note: Every participant's diagnostics, in the cohort's order.
+        note: Every participant's diagnostics, in the cohort's order. From a secure sum: the mean of all in everybody's
+            place, and -1 for every label.
+        members: How many clients have added to each slot (slots,), where the notes do not tell: from a secure sum.
     """
 
     update: Any
     weight: Tensor
     note: dict[str, Tensor]
+    members: Tensor | None = None
 
 
 @dataclass
@@ -56,12 +59,25 @@ class Ledger:
     messages: list[str] = field(default_factory=list)  # what executor and algorithm have to say, for the log
 
 
+class Absent(Exception):
+    """Some clients were not heard in an exchange, or not believed: the work must be done again without them.
+
+    Attributes:
+        clients: Who, as positions in the federation.
+    """
+
+    def __init__(self, clients: Tensor) -> None:
+        super().__init__(f"{len(clients)} clients were not heard")
+        self.clients = clients
+
+
 class Cohort(ABC):
     """Some clients of a federation at some moment of a run.
 
     A cohort never changes: `at`, `fold`, `only`, `sample` and `on` return another one.
     """
 
+    remote = False  # whether clients are elsewhere, and can go back no further than to the round before
     leads = True  # of several processes that do one run, whether this is the one that writes and speaks
 
     def __init__(
@@ -106,6 +122,14 @@ class Cohort(ABC):
         """The cohort in round t: its clients' draws follow."""
         return self._but(when=(t,))
 
+    def attempt(self, unit: int) -> Self:
+        """The cohort at a new try at the start (0) or a round (t + 1), for clients that are reached over a network."""
+        return self
+
+    def without(self, clients: Tensor) -> Self:
+        """The cohort less some clients, given as positions in the federation."""
+        return self.only((~torch.isin(self.clients, clients)).nonzero().flatten())
+
     def fold(self, *more: int) -> Self:
         """The cohort at a finer moment, for algorithms that exchange several times in a round."""
         return self._but(when=self.when + more)
@@ -122,7 +146,16 @@ class Cohort(ABC):
         """A random share of the clients, at least one; who they are follows from the key and the moment."""
         return self if fraction >= 1 else self.only(sampled(self.key, self.when, self.numbers, fraction))
 
-    def uncharged(self) -> Self:
+    @property
+    def executor(self) -> str:
+        """Where and how the clients' steps run, for the record."""
+        return type(self).__name__.lower()
+
+    def client_key(self, i: int) -> Key:
+        """A client's own key, by its position in the federation."""
+        return self.key.fold(_CLIENT, int(self.federation.numbers[i]))
+
+    def uncharged(self) -> Cohort:
         """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
         ledger = self.ledger
         return self._but(ledger=Ledger(memory=ledger.memory, chunks=ledger.chunks, messages=ledger.messages))
@@ -143,19 +176,26 @@ class Cohort(ABC):
         update, weight, note = None, torch.zeros(slots, device=self.device), None
         shared, down = self._sent(shared, rows)
         with arithmetic("float32", self.device):
-            for at, part, up in self._sums(step(self.task), _name(step), shared, slots, rows):
+            for at, part, up in self._sums(step(self.task), step_name(step), shared, slots, rows):
                 self._charge(down * len(at), up)
                 update = part.update if update is None else tree_map(Tensor.add_, update, part.update)
                 weight = weight + part.weight.to(self.device)
                 note = _put(note, part.note, at, len(self))
         return Sums(update, weight, note or {})
 
-    def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
-        """Run `step` on every client and return every reply, stacked in the cohort's order."""
+    def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
+        """Run `step` on every client and return every reply, stacked in the cohort's order.
+
+        Args:
+            step: A method `step(task) -> ClientStep`.
+            shared: What every client is sent.
+            slots: How many there are to choose from; a remote client that names another is not believed.
+            rows: (clients,) or (clients, parts). Client i is sent only these rows of `shared`.
+        """
         replies: Any = None
         shared, down = self._sent(shared, rows)
         with arithmetic("float32", self.device):
-            for at, reply in self._replies(step(self.task), _name(step), shared, rows):
+            for at, reply in self._replies(step(self.task), step_name(step), shared, rows):
                 reply = reply._replace(update=formed(reply.update), memory=())
                 self._charge(down * len(at), nbytes(reply))
                 replies = _put(replies, reply, at, len(self))
@@ -186,8 +226,7 @@ class Cohort(ABC):
         self.ledger.bytes_up += up
 
     def _draws(self, step: ClientStep, i: int, n: int) -> Any:
-        key = self.key.fold(_CLIENT, int(self.federation.numbers[i]))
-        return () if step.draw is None else step.draw(n, key, self.when)
+        return () if step.draw is None else step.draw(n, self.client_key(i), self.when)
 
     def _but(self, **changes: Any) -> Self:
         other = copy.copy(self)
@@ -262,7 +301,8 @@ def slot_mean(sums: Sums, otherwise: Any) -> Any:
     return tree_map(mean, sums.update, otherwise)
 
 
-def _name(step: Step) -> str:
+def step_name(step: Step) -> str:
+    """A step's name for messages, such as "IFCA.step"."""
     return getattr(step, "__qualname__", "step")
 
 

@@ -14,11 +14,12 @@ from coterie.algorithms.uifca import Disturbed
 from coterie.data import CHANGES, DATASETS
 from coterie.federation import Federation
 from coterie.models import MODELS
+from coterie.secure import SecureSum
 from coterie.settings import check_type, nearest_name, to_plain, validate
 from coterie.task import Task
 
 INITS = {**STARTS, "disturbed": Disturbed}  # what an algorithm may start from that has settings of its own
-RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations")
+RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure")
 TASKS = {
     "classifier": Task.classifier,
     "regressor": Task.regressor,
@@ -96,6 +97,16 @@ def build_federation(table: dict[str, Any]) -> Federation:
     return federation
 
 
+def build_secure(table: dict[str, Any]) -> SecureSum:
+    """The secure sum that a table describes; an empty one takes its defaults."""
+    if not isinstance(table, dict):
+        raise ValueError(f"[run] secure must be a table, such as {{ min_members = 3 }}, got {table!r}")
+    _known(table, [f.name for f in dataclasses.fields(SecureSum)], "run.secure")
+    secure = SecureSum(**table)
+    validate(secure)
+    return secure
+
+
 def build(tables: dict[str, Any]) -> Config:
     """All of a config.toml."""
     _known(tables, ["algorithm", "task", "data", "run"], "")
@@ -109,7 +120,7 @@ def build(tables: dict[str, Any]) -> Config:
         build_algorithm(tables["algorithm"]),
         build_task(tables["task"]),
         build_federation(tables["data"]),
-        tables["run"],
+        {n: build_secure(v) if n == "secure" else v for n, v in tables["run"].items()},
     )
 
 

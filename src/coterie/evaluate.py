@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -52,6 +52,20 @@ class Scores:
         total = np.bincount(self.labels[scored], self.per_client[scored])
         return {int(j): float(total[j] / count[j]) for j in np.flatnonzero(count)}
 
+    def among(self, clients: Tensor, labels: Tensor, groups: Tensor | None) -> Self:
+        """These scores of some clients among those of all, where the others have none but the label last known.
+
+        Args:
+            clients: Whose scores these are, as positions in the federation.
+            labels: The label last known of every client (m,).
+            groups: The true group of every client (m,), None where nobody knows it.
+        """
+        at, whole = clients.numpy(), np.full(len(labels), np.nan, dtype=np.float32)
+        per_client, loss, known = whole.copy(), whole.copy(), labels.numpy().copy()
+        per_client[at], loss[at], known[at] = self.per_client, self.loss, self.labels
+        truth = None if groups is None else groups.numpy()
+        return replace(self, per_client=per_client, loss=loss, labels=known, groups=truth)
+
     @property
     def clustering(self) -> dict[str, float]:
         """Labels against true groups: ari, nmi, purity, matched; empty where the groups are not known."""
@@ -75,6 +89,15 @@ class PointScores(Scores):
     """
 
     tables: np.ndarray | None = None
+
+    def among(self, clients: Tensor, labels: Tensor, groups: Tensor | None) -> Self:
+        """As for other scores; clients that have none have empty tables."""
+        whole = super().among(clients, labels, None)
+        if self.tables is None:
+            return whole
+        tables = np.zeros((len(labels), *self.tables.shape[1:]), dtype=self.tables.dtype)
+        tables[clients.numpy()] = self.tables
+        return replace(whole, tables=tables)
 
     @property
     def table(self) -> np.ndarray:
@@ -202,7 +225,8 @@ def _points(algorithm: PointAlgorithm, state: Any, everybody: Cohort, choose_on:
     cohort = everybody.on("test")
     y = cohort.federation.split(cohort.part).y
     known = not y.is_floating_point() and y.dim() == 1 and bool((y >= 0).all())
-    reply = cohort.gather(PointScorer(algorithm, int(y.max()) + 1 if known else 0).score, algorithm.models(state))
+    scorer = PointScorer(algorithm, int(y.max()) + 1 if known else 0)
+    reply = cohort.gather(scorer.score, algorithm.models(state), slots=algorithm.k)
     score = reply.note["score"].cpu().numpy()
     same_rows = cohort.federation.split(choose_on) is cohort.federation.split("test")  # k-FED need not look again
     labels = reply.slot.cpu() if same_rows else algorithm.place(state, everybody.on(choose_on))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from coterie import snapshot
 from coterie.algorithms.base import Algorithm, PointAlgorithm, Report
-from coterie.cohort import Cohort
+from coterie.cohort import Absent, Cohort
 from coterie.config import describe
 from coterie.evaluate import Along, PointScores, Scores, evaluate
 from coterie.executors import find_device, find_executor
@@ -26,7 +27,8 @@ from coterie.parameter_tree import ParameterTree
 from coterie.precision import check_precision
 from coterie.progress import Progress
 from coterie.record import Onlooker, Record
-from coterie.settings import validate
+from coterie.secure import SecureSum
+from coterie.settings import check_type, to_plain, validate
 from coterie.task import Data, Task
 from coterie.tree import Params, take, to_device
 
@@ -156,6 +158,7 @@ def fit(
     device: str = "auto",
     precision: str = "float32",
     evaluations: int = 100,
+    secure: SecureSum | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
@@ -175,6 +178,8 @@ def fit(
         precision: Of matrix products: "float32", or on a GPU the faster "tf32", or "bfloat16". Only with float32 do
             executors agree to within rounding.
         evaluations: How often at most all clients are scored on the way, evenly spaced; the last round always is.
+        secure: Have updates added up so that the server sees only sums by cluster, and who is in which is not known
+            to it. For algorithms that only `combine`; scores are still those of every client. None adds in the open.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
         callbacks: Each is called with every new row of the history, by the process that writes.
@@ -182,27 +187,87 @@ def fit(
     Raises:
         ValueError: The input is bad; says what was given, what is allowed and where.
         Diverged: The loss is no longer finite.
-        ConnectionError: Another process of a sharded run is gone.
+        ConnectionError: Another process of a sharded run is gone, or too many clients of a secure sum.
     """
-    validate(algorithm)
-    for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
-    if resume and out is None:
-        raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
+    _check(algorithm, rounds, seed, evaluations, out, resume)
     task = algorithm.default_task() if task is None else task
     place = find_device(device)
     make = find_executor(executor)
     federation.check(task)
+    checked = check_precision(precision, place)
+    return fit_on(
+        lambda key: make(federation, task, key, place, precision=checked),
+        algorithm,
+        rounds=rounds,
+        seed=seed,
+        evaluations=evaluations,
+        out=out,
+        resume=resume,
+        callbacks=callbacks,
+        secure=secure,
+    )
+
+
+def fit_on(
+    clients: Callable[[Key], Cohort],
+    algorithm: Algorithm,
+    *,
+    rounds: int,
+    seed: int = 0,
+    evaluations: int = 100,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
+    secure: SecureSum | None = None,
+) -> Run:
+    """Train on clients that are reached in a way of their own, such as those of a Flower federation.
+
+    Args:
+        clients: Makes the cohort of all clients, given the key that their random numbers follow from.
+        algorithm: The method and its hyperparameters.
+        rounds: As for `fit`, like all that follow.
+        seed: See there.
+        evaluations: See there.
+        out: See there.
+        resume: See there.
+        callbacks: See there.
+        secure: See there.
+    """
+    _check(algorithm, rounds, seed, evaluations, out, resume)
     key = Key.of(seed)
-    cohort = make(federation, task, key.fold(CLIENTS), place, precision=check_precision(precision, place))
-    config = _config(algorithm, task, federation, {"rounds": rounds, "seed": seed, "precision": precision})
+    cohort = clients(key.fold(CLIENTS))
+    task = cohort.task
+    options: dict[str, Any] = {"rounds": rounds, "seed": seed, "precision": cohort.precision}
+    if secure is not None:
+        cohort, options["secure"] = _secured(cohort, secure), to_plain(secure)
+    config = _config(algorithm, task, cohort.federation, options)
     record = None
     if out:
         record = Record(out, config, resume=resume) if cohort.leads else Onlooker(out)
     listeners = [*callbacks, *_progress(algorithm, rounds, task, cohort.device)] if cohort.leads else []
     every = math.ceil(rounds / evaluations)
     return _Loop(algorithm, cohort, key, rounds, every, record, listeners).run(resume)
+
+
+def _check(
+    algorithm: Algorithm, rounds: int, seed: int, evaluations: int, out: str | Path | None, resume: bool
+) -> None:
+    validate(algorithm)
+    for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
+    if resume and out is None:
+        raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
+
+
+def _secured(cohort: Cohort, secure: SecureSum) -> Cohort:
+    if find_spec("cryptography") is None:
+        raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
+    from coterie.secure.cohort import Secure
+
+    check_type("fit: secure", secure, SecureSum)
+    validate(secure)
+    return Secure(cohort, secure)
 
 
 class _Now(NamedTuple):
@@ -257,7 +322,8 @@ class _Loop:
 
     def _start(self) -> None:
         begin = time.perf_counter()
-        state = self.algorithm.start(self.cohort.task, self.cohort.at(0), self.key.fold(START))
+        first = self.key.fold(START)
+        state = self._heard(lambda cohort: self.algorithm.start(cohort.task, cohort.attempt(0).at(0), first))
         if bad := self._not_finite(state):
             raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
         self.start_seconds = time.perf_counter() - begin  # charged to the first round, as its bytes are
@@ -268,7 +334,7 @@ class _Loop:
     def _round(self, t: int) -> None:
         begin = time.perf_counter()
         before = self.cohort.ledger.bytes_down, self.cohort.ledger.bytes_up
-        state, report = self.algorithm.round(self.state, self.cohort.at(t))
+        state, report = self._heard(lambda cohort: self.algorithm.round(self.state, cohort.attempt(t + 1).at(t)))
         self._check_finite(t, state, report)
         seconds = time.perf_counter() - begin
         if t == 0:
@@ -281,16 +347,31 @@ class _Loop:
             self.record.event("round", **row)
         self.history.append(row)
         self._publish(state, t + 1)
-        self._checkpoint()
+        self._checkpoint(force=self.cohort.remote)
         for callback in self.callbacks:
             callback(row)
+
+    def _heard(self, work: Callable[[Cohort], Any]) -> Any:
+        """Do a piece of work with all clients; where some were not heard, again from its beginning without them."""
+        cohort = self.cohort
+        while True:
+            try:
+                return work(cohort)
+            except Absent as gone:
+                cohort = cohort.without(gone.clients)
+
+    def _scores(self, state: Any, t: int) -> Scores:
+        scores, heard = self._heard(lambda c: (evaluate(self.algorithm, state, c.at(t)), c.clients))
+        if len(heard) == len(self.cohort):
+            return scores
+        return scores.among(heard, self.algorithm.labels(state), self.cohort.federation.groups)
 
     def _row(self, t: int, state: Any, report: Report, seconds: float) -> dict[str, Any]:
         members = [int(n) for n in self.algorithm.members(state)]
         clusters = len(members)
         score, each = None, None
         if (t + 1) % self.every == 0 or t + 1 == self.rounds:
-            scores = evaluate(self.algorithm, state, self.cohort.at(t))
+            scores = self._scores(state, t)
             self.scored = t + 1, scores
             score, own = scores.mean, scores.per_cluster
             each = [own.get(j) for j in range(clusters)]
@@ -358,7 +439,7 @@ class _Loop:
     def _result(self) -> Run:
         done = self.now.done
         if self.scored is None or self.scored[0] != done:
-            self.scored = done, evaluate(self.algorithm, self.state, self.cohort.at(max(0, done - 1)))
+            self.scored = done, self._scores(self.state, max(0, done - 1))
         return Run(
             self.algorithm,
             self.state,
@@ -408,7 +489,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "seconds": sum(row["seconds"] for row in run.history),
         "bytes_down": sum(row["bytes_down"] for row in run.history),
         "bytes_up": sum(row["bytes_up"] for row in run.history),
-        "executor": type(run._cohort).__name__.lower(),
+        "executor": run._cohort.executor,
         "device": _device_name(run._cohort.device),
     }
 

@@ -122,7 +122,7 @@ class PointAlgorithm(Algorithm):
 
     def place(self, state: Any, cohort: Cohort) -> Tensor:
         """The commonest cluster among each client's points."""
-        return cohort.gather(self.commonest, self.models(state)).slot.cpu()
+        return cohort.gather(self.commonest, self.models(state), slots=self.k).slot.cpu()
 
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The commonest cluster among these points."""

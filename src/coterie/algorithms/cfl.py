@@ -291,7 +291,7 @@ class CFL(LocalTraining, Algorithm):
             sums = chosen.combine(self.step, sent, slots=k, rows=label)
             vectors = sums.note["vector"]
         else:
-            reply = chosen.gather(self.step, sent, rows=label)
+            reply = chosen.gather(self.step, sent, slots=k, rows=label)
             sums, vectors = slot_sum(reply, k), reply.note.get("vector", flat(reply.update))
         usable = self._usable(state, chosen, vectors, sums.note["weight"])
         theta = tree_map(torch.add, state.theta, slot_mean(sums, otherwise=tree_map(torch.zeros_like, state.theta)))

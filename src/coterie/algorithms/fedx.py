@@ -34,7 +34,8 @@ class State(NamedTuple):
     """What FedX knows after a round."""
 
     theta: Params  # the cluster models θ_j (k, …)
-    labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part
+    labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part or does not tell
+    members: Tensor  # clients of each cluster (k,): by the labels or, where these are not told, of the last round
     lr: float  # the step size, in terms of the task's own loss
     exact: bool  # whether FedProx has a closed form
     temperature: float  # that of soft labels, 0 for hard ones
@@ -91,7 +92,8 @@ class FedX(Algorithm):
         theta = find_start(self.init, self.k)(self.k, lr, task, cohort, key)
         never = torch.full((cohort.population,), -1)
         exact = self.refine == "fedprox" and is_linear(task, cohort.federation.train.x[:2])
-        return State(tree_map(lambda x: x.to(cohort.device), theta), never, lr, exact, self.temperature or 0.0, 0)
+        theta, none = tree_map(lambda x: x.to(cohort.device), theta), torch.zeros(self.k, dtype=torch.long)
+        return State(theta, never, none, lr, exact, self.temperature or 0.0, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 5 to 7."""
@@ -104,9 +106,11 @@ class FedX(Algorithm):
         sums = chosen.combine(self.soft_step if self.soft else self.step, sent, slots=self.k)
         labels = state.labels.clone()
         labels[chosen.clients] = sums.note["label"].flatten().cpu()
+        told = torch.bincount(labels[labels >= 0], minlength=self.k)
         after = State(
             theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
             labels=labels,
+            members=told if sums.members is None else sums.members.cpu(),
             lr=state.lr,
             exact=state.exact,
             temperature=self._next_temperature(sums),
@@ -167,9 +171,13 @@ class FedX(Algorithm):
         """The clusters that clients last chose."""
         return state.labels
 
+    def members(self, state: State) -> Tensor:
+        """How many clients each cluster has; where labels are soft and not told, everybody is in all."""
+        return state.members
+
     def place(self, state: State, cohort: Cohort) -> Tensor:
         """Line 6 for every client of the cohort."""
-        return cohort.gather(self.choose, state.theta).slot.cpu()
+        return cohort.gather(self.choose, state.theta, slots=self.k).slot.cpu()
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""

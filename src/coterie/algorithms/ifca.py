@@ -30,7 +30,8 @@ class State(NamedTuple):
     """What IFCA knows after a round; r restarts run side by side."""
 
     theta: Params  # the cluster models θ_j of every restart (r, k, …)
-    labels: Tensor  # each client's last cluster identity (r, m), -1 where it has never taken part
+    labels: Tensor  # each client's last cluster identity (r, m), -1 where it has never taken part or does not tell
+    members: Tensor  # clients of each cluster (r, k): by the labels or, where these are not told, of the last round
     quality: Tensor  # the loss by which restarts are compared (r,)
     empty: Tensor  # rounds since each cluster last had a member (r, k)
     still: int  # rounds since a client last changed its cluster
@@ -89,8 +90,8 @@ class IFCA(LocalTraining, Algorithm):
         for name in self.shared:
             theta[name] = theta[name][:, :1].expand_as(theta[name]).contiguous()
         r, m = self.restarts, cohort.population
-        never = torch.full((r, m), -1)
-        return State(theta, never, torch.full((r,), torch.inf), torch.zeros(r, self.k, dtype=torch.long), 0, 0)
+        never, none = torch.full((r, m), -1), torch.zeros(r, self.k, dtype=torch.long)
+        return State(theta, never, none, torch.full((r,), torch.inf), none.clone(), 0, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 15."""
@@ -104,11 +105,12 @@ class IFCA(LocalTraining, Algorithm):
         theta = self._improve(state, sums, cohort)  # lines 13-15
         labels = state.labels.clone()
         labels[:, chosen.clients] = sums.note["label"].T.cpu()
-        members = torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
+        members = self._members(labels, sums)
         changed = bool((labels != state.labels).any())
         after = State(
             theta=theta,
             labels=labels,
+            members=members,
             quality=_quality(sums.note),
             empty=torch.where(members > 0, 0, state.empty + 1),
             still=0 if changed else state.still + 1,
@@ -161,9 +163,13 @@ class IFCA(LocalTraining, Algorithm):
         """The cluster identities of the best restart."""
         return state.labels[_best(state)]
 
+    def members(self, state: State) -> Tensor:
+        """How many clients each cluster of the best restart has."""
+        return state.members[_best(state)]
+
     def place(self, state: State, cohort: Cohort) -> Tensor:
         """Line 6 for every client of the cohort."""
-        return cohort.gather(self.choose, self.models(state)).slot.cpu()
+        return cohort.gather(self.choose, self.models(state), slots=self.k).slot.cpu()
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""
@@ -277,6 +283,12 @@ class IFCA(LocalTraining, Algorithm):
             return torch.where(weight > 0, mean, old)
 
         return {name: new(name, old) for name, old in state.theta.items()}
+
+    def _members(self, labels: Tensor, sums: Sums) -> Tensor:
+        """Clients of each cluster (r, k)."""
+        if sums.members is not None:
+            return sums.members.cpu().unflatten(0, (self.restarts, self.k))
+        return torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
 
     def _revive(self, state: State, sums: Sums, chosen: Cohort) -> State:
         """Re-seed clusters that have long been empty, each from the participant that is served worst."""

@@ -54,7 +54,7 @@ class Balanced(Start):
         best, most = {}, -1
         for attempt in range(self.tries):
             theta = Random()(k, lr, task, cohort, key.fold(attempt))
-            slot = cohort.gather(self.choose, theta).slot.cpu()
+            slot = cohort.gather(self.choose, theta, slots=k).slot.cpu()
             smallest = int(torch.bincount(slot, minlength=k).min())
             if smallest > most:
                 best, most = theta, smallest

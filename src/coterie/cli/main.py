@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli import demo as demo_module
+from coterie.cli import flower
 from coterie.cli import show as display
 from coterie.executors import ranks
 
@@ -25,6 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(flower.app, name="flower")
 
 PATIENCE = 10  # seconds that a failed process waits for the first one to tell why
 

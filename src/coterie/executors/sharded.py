@@ -51,10 +51,10 @@ class Sharded(Fused):
         (update, weight), note = self._divide(work)
         return Sums(update, weight, note)
 
-    def gather(self, step: Step, shared: Any, *, rows: Tensor | None = None) -> Reply:
+    def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client, each rank on its share, and return every reply in the cohort's order."""
         if ranks.world() == 1:
-            return super().gather(step, shared, rows=rows)
+            return super().gather(step, shared, slots=slots, rows=rows)
 
         def work(share: Self, at: Tensor) -> tuple[Any, Any]:
             return (), Fused.gather(share, step, shared, rows=None if rows is None else rows[at])

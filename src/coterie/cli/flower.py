@@ -1,0 +1,93 @@
+"""`coterie flower`: a Flower federation on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from coterie.cli import show as display
+
+if TYPE_CHECKING:
+    from coterie.flower.lab import Lab
+
+app = typer.Typer(
+    help="A Flower federation on this machine, over TLS, with a key for every node.", no_args_is_help=True
+)
+
+PATIENCE = 120.0  # seconds until all nodes must be online
+
+Folder = Annotated[Path, typer.Option("--dir", help="Where its credentials, logs and state are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+HERE = Path("flower-lab")
+
+
+@app.command()
+def up(
+    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, max=64, help="SuperNodes.")] = 3,
+    folder: Folder = HERE,
+    as_json: Json = False,
+) -> None:
+    """Start a SuperLink and some SuperNodes on loopback, and keep them running."""
+    lab = _lab(folder)
+    lab.prepare(nodes)
+    lab.start()
+    _wait(lab, nodes)
+    display.emit(_rows(lab), as_json, lambda: _print(lab))
+
+
+@app.command()
+def status(folder: Folder = HERE, as_json: Json = False) -> None:
+    """Tell which processes run, and which nodes are online."""
+    lab = _lab(folder)
+    display.emit(_rows(lab), as_json, lambda: _print(lab))
+
+
+@app.command()
+def down(folder: Folder = HERE) -> None:
+    """Stop what `up` started, and nothing else; credentials and the database stay."""
+    stopped = _lab(folder).stop()
+    print(f"stopped the federation in {folder}" if stopped else f"no federation is running in {folder}")
+
+
+def _lab(folder: Path) -> Lab:
+    if not (importlib.util.find_spec("flwr") and importlib.util.find_spec("cryptography")):
+        raise ValueError("coterie flower needs Flower: pip install 'coterie[flower]'")
+    from coterie.flower.lab import Lab
+
+    return Lab(folder.resolve())
+
+
+def _wait(lab: Lab, nodes: int) -> None:
+    """Until all nodes are online, telling what is being waited for."""
+    end = time.monotonic() + PATIENCE
+    with Console(stderr=True).status("starting the SuperLink") as line:
+        while len(online := lab.online()) < nodes:
+            if time.monotonic() > end:
+                missing = ", ".join(n for n in lab.settings["nodes"] if n not in online)
+                raise ValueError(f"not online after {PATIENCE:.0f} s: {missing}; see {lab.folder / 'logs'}")
+            line.update(f"{len(online)} of {nodes} nodes online")
+            time.sleep(0.5)
+
+
+def _rows(lab: Lab) -> list[dict[str, Any]]:
+    online = lab.online()
+    return [
+        {"process": name, "pid": told["pid"], "starts": told["starts"], "online": name in online or None}
+        for name, told in lab.processes().items()
+    ]
+
+
+def _print(lab: Lab) -> None:
+    rows = _rows(lab)
+    if not rows:
+        print(f"no federation is running in {lab.folder}")
+        return
+    for row in rows:
+        state = "online" if row["online"] else ("running" if row["pid"] else "starting again")
+        print(f"{row['process']:<10} {state:<15} pid {row['pid'] or '-'}, started {row['starts']} times")
+    print(f"SuperLink at {lab.address}; logs in {lab.folder / 'logs'}; stop it with: coterie flower down")

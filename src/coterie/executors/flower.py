@@ -1,0 +1,275 @@
+"""Clients spread over the nodes of a Flower federation, each of which may hold many.
+
+Of Flower's `Grid` only `get_node_ids`, `push_messages` and `pull_messages` are used. An exchange is one message per
+node. Answers are added up in the order of the sites' names, so the result does not depend on who is first.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from torch import Tensor
+
+from coterie.client import ClientStep, Reply
+from coterie.cohort import Absent, Cohort, Step, Sums
+from coterie.flower import checks
+from coterie.flower.checks import Asked, Verb
+from coterie.flower.records import get_tree, put_tree
+from coterie.flower.roster import Roster, Site
+from coterie.key import Key
+from coterie.precision import Precision
+from coterie.task import Task
+from coterie.tree import nbytes, take, tree_map
+
+POLL = 1.0  # seconds; asking more often gains nothing: a reply that is not complete yet makes Flower wait a second
+OUTSIDE = 2**31  # later than every piece of work: an evaluation finds what clients kept last
+TYPE = {"combine": "train", "gather": "query"}  # Flower's categories of messages
+
+
+class Grid(Protocol):
+    """What is asked of Flower's `Grid`."""
+
+    def get_node_ids(self) -> Any:
+        """The numbers of the nodes that are there."""
+        ...
+
+    def push_messages(self, messages: Any) -> Any:
+        """Send messages; their numbers."""
+        ...
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        """The answers to these messages that have come."""
+        ...
+
+
+class Language(NamedTuple):
+    """How a step is put into words that nodes understand. It is passed in: an executor knows no algorithm.
+
+    Attributes:
+        describe: A step as a table of words.
+        types: The NamedTuples of which its trees may be made.
+    """
+
+    describe: Callable[[Step], Mapping[str, str]]
+    types: Callable[[Step], Mapping[str, type]]
+
+
+class TooFew(ConnectionError):
+    """Fewer nodes than `min_replies` have answered."""
+
+
+class Flower(Cohort):
+    """The clients of all nodes that have enrolled.
+
+    Args:
+        grid: Flower's.
+        roster: Who is there; see `enrol`.
+        task: What is learnt. It must have a plain description, for nodes build it for themselves.
+        key: The run's.
+        language: How steps are put into words.
+        run: A name of the run, the same after a resume: nodes keep their clients' memories under it.
+        min_replies: Nodes that must answer in every exchange; with fewer the run stops.
+        deadline: Seconds that nodes have to answer.
+        precision: Of matrix products on the nodes.
+    """
+
+    remote = True
+
+    def __init__(
+        self,
+        grid: Grid,
+        roster: Roster,
+        task: Task,
+        key: Key,
+        language: Language,
+        *,
+        run: str,
+        min_replies: int = 1,
+        deadline: float = 600.0,
+        precision: Precision = "float32",
+    ) -> None:
+        super().__init__(roster.federation, task, key, torch.device("cpu"), precision=precision)
+        self.grid, self.roster, self.language = grid, roster, language
+        self.run, self.min_replies, self.deadline = run, min_replies, deadline
+        self.faults: Counter[str] = Counter()  # exchanges from which each site was left out
+        self._task = plain_task(task)
+        self._unit, self._attempt = OUTSIDE, secrets.token_hex(8)
+
+    def attempt(self, unit: int) -> Self:
+        """The cohort at a new try at a piece of work: nodes forget what clients kept in earlier tries at it."""
+        return self._but(_unit=unit, _attempt=secrets.token_hex(8))
+
+    def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
+        """Run `step` on every client and add the nodes' sums up, in the order of their names."""
+        found = self._ask("combine", step, shared, slots, rows)
+        update, weight = found[0][1]["update"], found[0][1]["weight"]
+        for _, more in found[1:]:
+            update = tree_map(torch.add, update, more["update"])
+            weight = weight + more["weight"]
+        return Sums(update, weight, self._in_order([(at, answer["note"]) for at, answer in found]))
+
+    def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
+        """Run `step` on every client and return every reply, stacked in the cohort's order."""
+        return Reply(**self._in_order(self._ask("gather", step, shared, slots, rows)))
+
+    def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+        raise NotImplementedError("flower: clients' steps run on the nodes")
+
+    def _ask(
+        self, verb: Verb, step: Step, shared: Any, slots: int, rows: Tensor | None
+    ) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Every site's positions in the cohort and its answer, in the order of the sites; or an exception."""
+        sites = self.roster.site[self.clients]
+        at = {int(s): (sites == s).nonzero().flatten() for s in sites.unique()}
+        online = set(self.grid.get_node_ids())
+        away = {s: "its node is not there" for s in at if self.roster.nodes[s] not in online}
+        self._settle(away, at, len(at) - len(away))  # before anything is sent
+        kind = f"{TYPE[verb]}.{step.__name__}"
+        requests = {
+            s: (self.roster.nodes[s], kind, self._request(step, shared, slots, own, rows)) for s, own in at.items()
+        }
+        answers, faults = dict[int, Any](), dict[int, str]()
+        for s, message in exchange(self.grid, requests, self.deadline).items():
+            asked = Asked(verb, slots, len(at[s]), self.part)
+            answers[s], faults[s] = self._read(message, asked, self.language.types(step))
+        believed = self._believed(answers, faults, at)
+        self._settle({s: why for s, why in faults.items() if why}, at, len(believed))
+        return [(at[s], answers[s]) for s in believed]
+
+    def _request(self, step: Step, shared: Any, slots: int, at: Tensor, rows: Tensor | None) -> RecordDict:
+        """The message for a site with the clients at these positions: of `shared`, only the rows that they need."""
+        content = RecordDict()
+        if rows is not None:
+            needed, own = rows[at].unique(return_inverse=True)
+            shared = take(shared, needed)
+            put_tree(content, "rows", own)
+        put_tree(content, "shared", shared)
+        content["step"] = ConfigRecord(
+            {
+                **self.language.describe(step),
+                "task": self._task,
+                "clients": self.roster.place[self.clients[at]].tolist(),
+                "slots": slots,
+                "part": self.part,
+                "when": json.dumps(self.when),
+                "key": json.dumps(self.key.path),
+                "precision": self.precision,
+                "run": self.run,
+                "unit": self._unit,
+                "attempt": self._attempt,
+            }
+        )
+        self._charge(nbytes(shared), 0)
+        return content
+
+    def _read(self, message: Message | None, asked: Asked, types: Mapping[str, type]) -> tuple[Any, str]:
+        """A node's answer, and what is wrong with it."""
+        if message is None:
+            return None, f"it did not answer within {self.deadline:g} s"
+        if message.has_error():
+            return None, f"it failed: {message.error.reason}"
+        try:
+            answer = get_tree(message.content, "answer", types)
+        except ValueError as error:
+            return None, str(error)
+        self._charge(0, nbytes(answer))
+        return answer, checks.fault(answer, asked)
+
+    def _believed(self, answers: dict[int, Any], faults: dict[int, str], at: dict[int, Tensor]) -> list[int]:
+        """The sites whose answers stand up to comparison with the others', in order; says of the rest why not."""
+        fine = [s for s in sorted(answers) if not faults[s]]
+        for s, odd in zip(fine, checks.unlike([answers[s] for s in fine]), strict=True):
+            faults[s] = "its answer is not shaped as the others' are" if odd else ""
+        fine = [s for s in fine if not faults[s]]
+        for s, odd in zip(fine, checks.absurd([answers[s] for s in fine], [len(at[s]) for s in fine]), strict=True):
+            faults[s] = "its answer is out of all proportion to the others'" if odd else ""
+        return [s for s in fine if not faults[s]]
+
+    def _settle(self, faults: dict[int, str], at: dict[int, Tensor], heard: int) -> None:
+        """Name and count the sites that are left out; where there are any, the work must be done without them."""
+        for s, why in sorted(faults.items()):
+            self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
+            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {why}")
+        if heard < min(self.min_replies, len(at)) or not heard:
+            raise TooFew(f"flower: {heard} of {len(at)} nodes have answered, {self.min_replies} are needed")
+        if faults:
+            raise Absent(torch.cat([self.clients[at[s]] for s in sorted(faults)]))
+
+    def _in_order(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
+        """What sites sent for each of their clients, as one tree in the cohort's order."""
+        order = torch.cat([at for at, _ in parts]).argsort()
+        return tree_map(lambda *xs: torch.cat(xs)[order], *(tree for _, tree in parts))
+
+
+def plain_task(task: Task) -> str:
+    """A task as JSON, from which nodes build it."""
+    if not task.spec or ("model" not in task.spec and task.spec["kind"] != "distance"):
+        raise ValueError(
+            "flower: the task has a module of your own, which nodes cannot build; use one of coterie.models"
+        )
+    return json.dumps(task.spec)
+
+
+def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0) -> Roster:
+    """Wait for so many nodes and ask them who their clients are. A node that cannot tell is left out.
+
+    Raises:
+        TooFew: They have not come, or not answered, in time; says what each said.
+    """
+    end = time.monotonic() + deadline
+    while len(there := sorted(grid.get_node_ids())) < nodes:
+        if time.monotonic() > end:
+            raise TooFew(f"flower: {len(there)} of {nodes} nodes came within {deadline:g} s")
+        time.sleep(POLL)
+    content = RecordDict({"task": ConfigRecord({"task": plain_task(task)})})
+    told, faults = [], []
+    for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in there}, deadline).items():
+        try:
+            told.append((node, _site(message)))
+        except ValueError as error:
+            faults.append(f"node {node}: {error}")
+    if len(told) < nodes:
+        raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. " + "; ".join(faults))
+    return Roster.of(told)
+
+
+def _site(message: Message | None) -> Site:
+    if message is None:
+        raise ValueError("no answer")
+    if message.has_error():
+        raise ValueError(message.error.reason)
+    if not isinstance(record := message.content.get("site"), ConfigRecord):
+        raise ValueError("it does not say who its clients are")
+    try:
+        return Site.from_plain(json.loads(str(record.get("site"))))
+    except RecursionError as error:
+        raise ValueError("it says who its clients are in too many brackets") from error
+
+
+def exchange(
+    grid: Grid, requests: Mapping[int, tuple[int, str, RecordDict]], deadline: float
+) -> dict[int, Message | None]:
+    """Send a message (node, type, content) for each key; its answer, or None where none came in time.
+
+    Answers are matched by the message they answer, not by their sender: an error is sent by the SuperLink.
+    """
+    messages = [Message(c, dst_node_id=n, message_type=t, ttl=deadline) for n, t, c in requests.values()]
+    numbers = list(grid.push_messages(messages)) if messages else []
+    waiting = {i: key for i, key in zip(numbers, requests, strict=False) if i}
+    answers: dict[int, Message | None] = dict.fromkeys(requests)
+    end = time.monotonic() + deadline
+    while waiting:
+        for message in grid.pull_messages(list(waiting)):
+            if (key := waiting.pop(message.metadata.reply_to_message_id, None)) is not None:
+                answers[key] = message
+        if not waiting or time.monotonic() > end:
+            break
+        time.sleep(POLL)
+    return answers

@@ -1,0 +1,282 @@
+"""A Flower federation on this machine: a SuperLink with a database, some SuperNodes, TLS, and a key for every node.
+
+`python -m coterie.flower.lab FOLDER` is the supervisor: it starts the processes of a folder that `prepare` has made,
+starts again those that end, and ends them all when it is told to. It stops only what it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie.flower.credentials import make_certificates, make_node_key
+from coterie.snapshot import write_text
+
+LINK = "superlink"
+NAME = "coterie"  # of the SuperLink in Flower's configuration
+PAUSE = 5.0  # seconds before a process that has ended is started again: a node is refused while it is thought online
+GRACE = 10.0  # seconds that a process is given to end by itself
+QUIET = {  # nothing is told to anybody, nothing is installed
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A local federation, which is all in one folder: credentials, Flower's home, the database, logs and state.
+
+    Args:
+        folder: Where it is.
+    """
+
+    folder: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `prepare` chose: the ports, and the names of the nodes."""
+        path = self.folder / "lab.json"
+        if not path.exists():
+            raise ValueError(f"{self.folder} holds no local federation; `coterie flower up` makes one")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    @property
+    def address(self) -> str:
+        """Of the SuperLink."""
+        return f"127.0.0.1:{self.settings['ports'][LINK]}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of every process of Flower's."""
+        tools = str(Path(sys.executable).parent)
+        path = os.pathsep.join([tools, os.environ.get("PATH", "")])
+        return {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "home"), "PATH": path}
+
+    def prepare(self, nodes: int) -> None:
+        """Make credentials and choose ports, once: a federation that is there already stays as it is."""
+        if (self.folder / "lab.json").exists():
+            if (there := len(self.settings["nodes"])) != nodes:
+                raise ValueError(f"{self.folder} holds a local federation of {there} nodes, not {nodes}")
+            return
+        names = [f"site{i}" for i in range(nodes)]
+        for part in ("home", "logs", "nodes"):
+            (self.folder / part).mkdir(parents=True, exist_ok=True)
+        make_certificates(self.folder / "certificates")
+        for name in names:
+            make_node_key(self.folder / "keys" / name)
+        ports = dict(zip([LINK, *names], _free_ports(nodes + 1), strict=True))
+        self._tell_flower(ports[LINK])
+        write_text(self.folder / "lab.json", json.dumps({"nodes": names, "ports": ports}, indent=1) + "\n")
+
+    def commands(self) -> dict[str, list[str]]:
+        """The command line of every process, by its name."""
+        ports, keys, tls = self.settings["ports"], self.folder / "keys", self._tls()
+        loopback = ["--host", "127.0.0.1", "--port"]
+        link = [
+            "flower-superlink", *loopback, str(ports[LINK]), *tls, "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation", "--database", str(self.folder / "superlink.db"),
+        ]  # fmt: skip
+        return {LINK: link} | {
+            name: [
+                "flower-supernode", *loopback, str(ports[name]), *tls, "--superlink", self.address,
+                "--root-certificates", str(self.folder / "certificates" / "ca.crt"),
+                "--auth-supernode-private-key", str(keys / name),
+                "--node-config", f'name="{name}" index={i} folder="{self.folder / "nodes" / name}"',
+            ]
+            for i, name in enumerate(self.settings["nodes"])
+        }  # fmt: skip
+
+    def register(self) -> dict[str, str]:
+        """Make the nodes' keys known to the SuperLink, those that are not yet; every node's number by its name."""
+        path = self.folder / "registered.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for name in self.settings["nodes"]:
+            if name not in known:
+                key = self.folder / "keys" / f"{name}.pub"
+                told = self.flwr("supernode", "register", str(key), NAME, "--name", name)
+                if not told["success"]:
+                    raise ValueError(f"the SuperLink refused the key of {name}: {told['error-message']}")
+                known[name] = str(told["node-id"])
+                write_text(path, json.dumps(known) + "\n")
+        return known
+
+    def online(self) -> list[str]:
+        """The names of the nodes that the SuperLink believes to be online."""
+        path = self.folder / "registered.json"
+        if not path.exists():
+            return []
+        known = json.loads(path.read_text(encoding="utf-8"))
+        told = self.flwr("supernode", "list", NAME)
+        if not told["success"]:
+            return []
+        online = {n["node-id"] for n in told["nodes"] if n["status"] == "online"}
+        return [name for name, number in known.items() if number in online]
+
+    def flwr(self, *args: str) -> dict[str, Any]:
+        """Ask Flower's own command, which answers in JSON."""
+        asked = subprocess.run(
+            ["flwr", *args, "--format", "json"], env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        try:
+            return json.loads(asked.stdout)
+        except json.JSONDecodeError:
+            return {"success": False, "error-message": (asked.stderr or asked.stdout).strip()}
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        """What the supervisor says of its processes; empty where none is running."""
+        path = self.folder / "state.json"
+        if not path.exists():
+            return {}
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return told["processes"] if _is_supervisor(told["supervisor"], self.folder) else {}
+
+    def start(self) -> None:
+        """Start the supervisor, which outlives this process."""
+        if self.processes():
+            return
+        log = (self.folder / "logs" / "supervisor.log").open("ab")
+        with log:
+            subprocess.Popen(
+                [sys.executable, "-m", "coterie.flower.lab", str(self.folder)],
+                env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def stop(self) -> bool:
+        """End the supervisor, and with it all that it started; False where none was running."""
+        if not self.processes():
+            return False
+        told = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+        os.kill(told["supervisor"], signal.SIGTERM)
+        end = time.monotonic() + 2 * GRACE
+        while _is_supervisor(told["supervisor"], self.folder) and time.monotonic() < end:
+            time.sleep(0.1)
+        return True
+
+    def _tls(self) -> list[str]:
+        at = self.folder / "certificates"
+        return [
+            "--ssl-ca-certfile", str(at / "ca.crt"), "--ssl-certfile", str(at / "server.pem"),
+            "--ssl-keyfile", str(at / "server.key"),
+        ]  # fmt: skip
+
+    def _tell_flower(self, port: int) -> None:
+        root = self.folder / "certificates" / "ca.crt"
+        text = (
+            f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "127.0.0.1:{port}"\n'
+            f'root-certificates = "{root}"\n'
+        )
+        write_text(self.folder / "home" / "config.toml", text)
+
+
+@dataclass
+class Service:
+    """One process that is kept running."""
+
+    name: str
+    command: list[str]
+    log: Path
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    due: float = 0.0  # when it is to be started, if it is not running
+    since: float = field(default=0.0)
+
+    def keep(self, now: float) -> bool:
+        """Start the process if it is due; whether anything changed."""
+        if self.process is not None:
+            if self.process.poll() is None:
+                return False
+            self.process, self.due = None, now + PAUSE
+            return True
+        if now < self.due:
+            return False
+        with self.log.open("ab") as log:
+            # A session of its own: what a node starts for its messages ends with it.
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self.starts, self.since = self.starts + 1, time.time()
+        return True
+
+    def end(self, how: signal.Signals) -> None:
+        """Tell the process, and all that it started, to end."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, how)
+
+    def told(self) -> dict[str, Any]:
+        """For the state file."""
+        return {"pid": self.process.pid if self.process else None, "starts": self.starts, "since": self.since}
+
+
+def supervise(lab: Lab) -> None:
+    """Keep a lab's processes running until SIGTERM."""
+    services = {
+        name: Service(name, command, lab.folder / "logs" / f"{name}.log", lab.environment)
+        for name, command in lab.commands().items()
+    }
+    stopping: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
+    try:
+        while not stopping:
+            changed = services[LINK].keep(time.monotonic())
+            if _listens(lab.settings["ports"][LINK]):
+                for name in lab.register():  # a node whose key is unknown is refused, and ends
+                    changed |= services[name].keep(time.monotonic())
+            if changed:
+                told = {name: service.told() for name, service in services.items()}
+                write_text(lab.folder / "state.json", json.dumps({"supervisor": os.getpid(), "processes": told}) + "\n")
+            time.sleep(0.2)
+    finally:
+        _end(list(services.values()))
+        (lab.folder / "state.json").unlink(missing_ok=True)
+
+
+def _end(services: list[Service]) -> None:
+    for service in services:
+        service.end(signal.SIGTERM)
+    end = time.monotonic() + GRACE
+    for service in services:
+        if service.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                service.process.wait(max(0.0, end - time.monotonic()))
+        service.end(signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as s:
+        s.settimeout(0.5)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _is_supervisor(pid: int, folder: Path) -> bool:
+    """Whether a process is the supervisor of this folder, and not another that has got its number since."""
+    asked = subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True)
+    return "coterie.flower.lab" in asked.stdout and str(folder) in asked.stdout
+
+
+if __name__ == "__main__":
+    supervise(Lab(Path(sys.argv[1])))

@@ -1,0 +1,118 @@
+"""What clients keep for themselves, on their node's disk: never in a message, and not in Flower's context."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coterie import snapshot
+
+KEPT = 2  # versions: after the last piece of work, and after the one before, should the last have to be done again
+
+
+class Moment(NamedTuple):
+    """Which try at which piece of work a message belongs to.
+
+    Attributes:
+        run: The name of the run.
+        unit: 0 for the start, t + 1 for round t.
+        attempt: A name for this try; what clients kept in another try at the same work, or after it, is void.
+    """
+
+    run: str
+    unit: int
+    attempt: str
+
+
+class Memory:
+    """The memories of a node's clients, by client name, as of some moment.
+
+    A server that was killed goes on from its last checkpoint, and a round in which a node failed is done again. So
+    nodes must be able to go back, too: a version is kept for each of the last pieces of work.
+
+    Args:
+        folder: Where; None where there is nowhere to keep anything.
+        site: The node's name: several nodes may be given one folder.
+    """
+
+    def __init__(self, folder: Path | None, site: str) -> None:
+        self.folder, self.site = folder, site
+
+    def load(self, moment: Moment, types: dict[str, type]) -> dict[str, Any]:
+        """What clients remember at this moment.
+
+        Raises:
+            ValueError: The version that is needed was kept too long ago.
+        """
+        _word(moment.attempt)
+        if self.folder is None:
+            return {}
+        kept = self._valid(moment)
+        if not kept:
+            if moment.unit and self._marker(moment).exists():
+                raise ValueError(f"site '{self.site}' no longer has what its clients remembered before this round")
+            return {}
+        content = snapshot.load(kept[-1], types)
+        return dict(zip(content["names"], content["memory"], strict=True))
+
+    def save(self, moment: Moment, memory: dict[str, Any]) -> None:
+        """Keep what clients remember after a step.
+
+        Raises:
+            ValueError: There is nowhere to keep it.
+        """
+        if self.folder is None:
+            raise ValueError(f"site '{self.site}': clients have something to remember; give the node a 'memory' folder")
+        folder = self._folder(moment.run)
+        content = {"names": tuple(memory), "memory": tuple(memory.values())}
+        snapshot.save(folder / f"{moment.unit:08d}-{_word(moment.attempt)}.safetensors", content)
+        for old in self._valid(moment)[:-KEPT]:
+            old.unlink()
+            self._marker(moment).touch()
+
+    def load_chunks(self, run: str) -> dict[str, int]:
+        """How many clients go together, by step, as found out in earlier messages of the run.
+
+        To find it out takes the work of a few clients and part of torch that loads for seconds, and every message may
+        start a new process.
+        """
+        if self.folder is None or not (file := self._folder(run) / "chunks.json").is_file():
+            return {}
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def save_chunks(self, run: str, chunks: dict[str, int]) -> None:
+        """Keep them for later messages, if there is a folder."""
+        if self.folder is not None:
+            snapshot.write_text(self._folder(run) / "chunks.json", json.dumps(chunks))
+
+    def _valid(self, moment: Moment) -> list[Path]:
+        """The versions that count at this moment, the newest last; those that do not are thrown away."""
+        valid = []
+        for file in sorted(self._folder(moment.run).glob("*-*.safetensors")):
+            unit, _, attempt = file.stem.partition("-")
+            if int(unit) < moment.unit or (int(unit) == moment.unit and attempt == moment.attempt):
+                valid.append(file)
+            else:
+                file.unlink()
+        return valid
+
+    def _folder(self, run: str) -> Path:
+        assert self.folder is not None
+        # Names come from elsewhere, so no part of a path is made of them.
+        return self.folder / _digest(self.site) / _digest(run)
+
+    def _marker(self, moment: Moment) -> Path:
+        return self._folder(moment.run) / "older-ones-are-gone"
+
+
+def _digest(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+
+def _word(attempt: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{1,64}", attempt):
+        raise ValueError("an attempt must be named by hexadecimal digits")
+    return attempt

@@ -1,0 +1,106 @@
+"""What a node does with a message: rebuild the step, run it on its own clients, and send back what was asked for."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, RecordDict
+
+from coterie.cohort import Cohort, Ledger, Step
+from coterie.config import build_task
+from coterie.executors import find_device
+from coterie.executors.fused import Fused
+from coterie.federation import Federation
+from coterie.flower.memory import Memory, Moment
+from coterie.flower.records import get_tree, put_tree
+from coterie.flower.roster import Site, named
+from coterie.flower.steps import rebuild_step, types_of
+from coterie.key import Key
+from coterie.precision import check_precision
+from coterie.task import Task
+
+
+class Node:
+    """The clients of one site.
+
+    Args:
+        site: Its name.
+        federation: Its clients and their rows.
+        memory: The folder where clients keep what they remember; None if there is none.
+        device: Where steps run: "auto", "cpu" or "cuda".
+    """
+
+    def __init__(self, site: str, federation: Federation, memory: Path | None = None, device: str = "cpu") -> None:
+        self.site, self.federation = site, named(site, federation)
+        self.memory = Memory(memory, site)
+        self.device = find_device(device)
+
+    def enrol(self, content: RecordDict) -> RecordDict:
+        """Say who the clients are, and how many rows each has."""
+        self.federation.check(_task(str(_words(content, "task")["task"])))
+        site = Site.of(self.site, self.federation)
+        return RecordDict({"site": ConfigRecord({"site": json.dumps(site.to_plain())})})
+
+    def answer(self, category: str, content: RecordDict) -> RecordDict:
+        """Run a step on the clients that are asked for: sums for "train", every reply for "query"."""
+        told = _words(content, "step")
+        step = rebuild_step(told)
+        types = types_of(step)
+        shared = get_tree(content, "shared", types)
+        rows = get_tree(content, "rows", {}) if "rows" in content else None
+        moment = Moment(str(told["run"]), int(told["unit"]), str(told["attempt"]))
+        cohort = self._cohort(told)
+        self._recall(cohort.ledger, moment, types)
+        memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
+        answer = _run(category, cohort, step, shared, int(told["slots"]), rows)
+        if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
+            self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
+        if len(cohort.ledger.chunks) > chunks:
+            self.memory.save_chunks(moment.run, cohort.ledger.chunks)
+        reply = RecordDict()
+        put_tree(reply, "answer", answer)
+        return reply
+
+    def _recall(self, ledger: Ledger, moment: Moment, types: dict[str, type]) -> None:
+        """Have clients remember what they kept, whatever their order was then."""
+        before = self.memory.load(moment, types)
+        names = {i: self.federation.name(i) for i in range(len(self.federation))} if before else {}
+        ledger.memory = {i: before[name] for i, name in names.items() if name in before}
+        ledger.chunks = self.memory.load_chunks(moment.run)
+
+    def _cohort(self, told: dict[str, Any]) -> Cohort:
+        """The clients that are asked for, at the moment of the server: their draws are the simulator's."""
+        key = Key(tuple(int(i) for i in json.loads(str(told["key"]))))
+        when = [int(i) for i in json.loads(str(told["when"]))]
+        precision = check_precision(str(told["precision"]), self.device)
+        cohort = Fused(self.federation, _task(str(told["task"])), key, self.device, precision=precision)
+        some = torch.tensor([int(i) for i in told["clients"]])
+        if not len(some) or int(some.min()) < 0 or int(some.max()) >= len(self.federation):
+            raise ValueError(f"site '{self.site}' has {len(self.federation)} clients, others were asked for")
+        everybody = torch.equal(some, torch.arange(len(self.federation)))
+        cohort = cohort.fold(*when).on("test" if told["part"] == "test" else "train")
+        return cohort if everybody else cohort.only(some)
+
+
+def _run(category: str, cohort: Cohort, step: Step, shared: Any, slots: int, rows: Any) -> dict[str, Any]:
+    if category == "train":
+        sums = cohort.combine(step, shared, slots=slots, rows=rows)
+        return {"update": sums.update, "weight": sums.weight, "note": sums.note}
+    reply = cohort.gather(step, shared, slots=slots, rows=rows)
+    return {"update": reply.update, "weight": reply.weight, "slot": reply.slot, "note": reply.note}
+
+
+def _words(content: RecordDict, name: str) -> dict[str, Any]:
+    record = content.get(name)
+    if not isinstance(record, ConfigRecord):
+        raise ValueError(f"the message has no '{name}'")
+    return dict(record)
+
+
+@lru_cache(maxsize=8)
+def _task(plain: str) -> Task:
+    return build_task(json.loads(plain))

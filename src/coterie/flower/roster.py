@@ -1,0 +1,201 @@
+"""Who is there: what nodes tell about their clients when they enrol, and the table that the server makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.federation import Federation
+from coterie.key import Key
+from coterie.packed import Packed
+
+PARTS = ("train", "test")
+TYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64, torch.float16, torch.long)} | {
+    str(t).removeprefix("torch."): t for t in (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a node tells about its training or its test rows: how many and of what kind, not what is in them.
+
+    Attributes:
+        sizes: Rows of each client.
+        x: The shape of a row.
+        y: The shape of a target.
+        x_type: The type of a row.
+        y_type: The type of a target.
+        label: The largest label, -1 where targets are no labels.
+    """
+
+    sizes: tuple[int, ...]
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+    x_type: str
+    y_type: str
+    label: int
+
+    @classmethod
+    def of(cls, packed: Packed) -> Rows:
+        """What is told about these rows."""
+        x, y = packed.x, packed.y
+        labels = not y.is_floating_point() and y.dim() == 1 and len(y) > 0 and bool((y >= 0).all())
+        kinds = (str(values.dtype).removeprefix("torch.") for values in (x, y))
+        sizes = tuple(packed.sizes.tolist())
+        return cls(sizes, tuple(x.shape[1:]), tuple(y.shape[1:]), *kinds, label=int(y.max()) if labels else -1)
+
+    def __post_init__(self) -> None:
+        for name, values in (("sizes", self.sizes), ("x", self.x), ("y", self.y), ("label", (self.label,))):
+            if not all(type(v) is int and -1 <= v < 2**40 for v in values):
+                raise ValueError(f"'{name}' must be whole numbers")
+        if self.x_type not in TYPES or self.y_type not in TYPES:
+            raise ValueError(f"rows of {self.x_type} with targets of {self.y_type} are not known here")
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What must be the same on all nodes."""
+        return self.x, self.y, self.x_type, self.y_type
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a node tells when it enrols.
+
+    Attributes:
+        name: The name of the site; the order of names is the order of the federation.
+        clients: The names of its clients.
+        train: About their training rows.
+        test: About their test rows, None where there are none.
+        groups: Their true groups, where a generator knows them; used only to score.
+    """
+
+    name: str
+    clients: tuple[str, ...]
+    train: Rows
+    test: Rows | None
+    groups: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, name: str, federation: Federation) -> Site:
+        """What a node with these clients tells.
+
+        Example:
+            >>> rows = [(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))]
+            >>> site = Site.of("a", Federation.from_clients(rows))
+            >>> site.clients, site.train.sizes
+            (('a/0', 'a/1'), (3, 5))
+        """
+        test = None if federation.test is None else Rows.of(federation.test)
+        groups = None if federation.groups is None else tuple(federation.groups.tolist())
+        return cls(name, named(name, federation).ids or (), Rows.of(federation.train), test, groups)
+
+    def __post_init__(self) -> None:
+        m = len(self.clients)
+        given = (self.train.sizes, self.test and self.test.sizes, self.groups)
+        if any(values is not None and len(values) != m for values in given):
+            raise ValueError(f"it tells about {m} clients, but not the same number of sizes or groups")
+        if not m or min(self.train.sizes) < 1:
+            raise ValueError("it has no client, or one without rows")
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same as a table for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_plain(cls, table: Any) -> Site:
+        """The site that `to_plain` described.
+
+        Raises:
+            ValueError: It is not what `to_plain` writes.
+        """
+        try:
+            parts = {part: table[part] and Rows(**_tuples(table[part])) for part in PARTS}
+            names = [str(c) for c in table["clients"]]
+            groups = None if table["groups"] is None else tuple(int(g) for g in table["groups"])
+            return cls(str(table["name"]), tuple(names), parts["train"], parts["test"], groups)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it does not say who its clients are ({type(error).__name__}: {error})") from error
+
+
+def _tuples(table: dict[str, Any]) -> dict[str, Any]:
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in table.items()}
+
+
+def named(site: str, federation: Federation) -> Federation:
+    """A node's clients under names that no other node's have: their own, or the site's and a number."""
+    if federation.ids is not None:
+        return federation
+    return dataclasses.replace(federation, ids=tuple(f"{site}/{i}" for i in range(len(federation))))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All clients of all nodes.
+
+    Attributes:
+        sites: The names of the sites, sorted.
+        nodes: Flower's number of each site's node.
+        federation: The clients' names, sizes and groups, with rows that say nothing: every one is the same, and every
+            target is the largest label. They take no memory.
+        site: The position of each client's site (m,).
+        place: The position of each client at its site (m,).
+    """
+
+    sites: tuple[str, ...]
+    nodes: tuple[int, ...]
+    federation: Federation
+    site: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, told: Sequence[tuple[int, Site]]) -> Roster:
+        """The table of what nodes told, in the order of the sites' names.
+
+        Raises:
+            ValueError: Two sites, or two clients, have one name, or rows differ in kind.
+        """
+        told = sorted(told, key=lambda each: each[1].name)
+        sites = [site for _, site in told]
+        for what, names in (("sites", [s.name for s in sites]), ("clients", [c for s in sites for c in s.clients])):
+            name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+            if count > 1:
+                raise ValueError(f"two {what} are called '{name}'; names must differ over all nodes")
+        if not sites:
+            raise ValueError("no node has enrolled")
+        whole = all(s.groups is not None for s in sites)
+        groups = torch.tensor([g for s in sites for g in s.groups or ()]) if whole else None
+        test = [s.test for s in sites if s.test is not None]
+        federation = Federation(
+            train=_blank([s.train for s in sites], [s.name for s in sites]),
+            test=_blank(test, [s.name for s in sites]) if len(test) == len(sites) else None,
+            groups=groups,
+            ids=tuple(c for s in sites for c in s.clients),
+            source={"name": "flower", "sites": [s.name for s in sites]},
+        )
+        counts = torch.tensor([len(s.clients) for s in sites])
+        place = torch.cat([torch.arange(int(n)) for n in counts])
+        site = torch.arange(len(sites)).repeat_interleave(counts)
+        return cls(tuple(s.name for s in sites), tuple(node for node, _ in told), federation, site, place)
+
+
+def _blank(rows: Sequence[Rows], names: Sequence[str]) -> Packed:
+    """Rows of the right number and kind, which are all one: strides of 0, so that they take no memory."""
+    first = rows[0]
+    for name, own in zip(names, rows, strict=True):
+        if own.kind != first.kind:
+            raise ValueError(f"rows of site '{name}' are {own.kind}, those of site '{names[0]}' {first.kind}")
+    offsets = torch.tensor([0, *(n for own in rows for n in own.sizes)]).cumsum(0)
+    total = int(offsets[-1])
+    x_type, y_type = TYPES[first.x_type], TYPES[first.y_type]
+    drawn = torch.randn(math.prod(first.x), generator=Key.of(0).generator()).reshape(first.x)
+    x = drawn.to(x_type) if x_type.is_floating_point else torch.zeros(first.x, dtype=x_type)
+    label = min(own.label for own in rows) if any(own.label < 0 for own in rows) else max(own.label for own in rows)
+    y = torch.full(first.y, 0.0 if y_type.is_floating_point else label, dtype=y_type)
+    return Packed(x.expand(total, *first.x), y.expand(total, *first.y), offsets)

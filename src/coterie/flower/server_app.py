@@ -1,0 +1,141 @@
+"""The ServerApp: name it in a pyproject.toml as `serverapp = "coterie.flower.server_app:app"`.
+
+What it does is in a config.toml beside the app's data.py, with the tables [algorithm], [task] and [run] as for the
+simulator; there is no [data], for the nodes have it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid as FlowerGrid
+from flwr.serverapp import ServerApp
+
+from coterie.config import build_algorithm, build_task
+from coterie.executors.flower import Flower, Grid, Language, enrol
+from coterie.flower.steps import describe_step, types_of
+from coterie.precision import check_precision
+from coterie.run import Run, fit_on
+from coterie.settings import nearest_name, setting, validate
+
+log = logging.getLogger("coterie")
+
+RUN = ("rounds", "seed", "precision", "evaluations")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The run config, under [tool.flwr.app.config] of the app or after `flwr run --run-config`, with - for _.
+
+    Args:
+        config: The config.toml; a relative path is beside data.py.
+        out: The run folder on the server; "" writes nothing.
+        resume: Whether to go on from the newest checkpoint in `out`.
+        nodes: How many nodes to wait for at the start.
+        min_replies: How many must answer in every exchange, or the run stops.
+        deadline: Seconds that nodes have to answer.
+    """
+
+    config: str = "config.toml"
+    out: str = ""
+    resume: bool = False
+    nodes: int = setting(1, low=1)
+    min_replies: int = setting(1, low=1)
+    deadline: float = setting(600.0, low=1)
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any]) -> Settings:
+        """The settings in a run config.
+
+        Example:
+            >>> Settings.of({"nodes": 3, "min-replies": 2}).min_replies
+            2
+
+        Raises:
+            ValueError: A key is unknown, or a value not allowed.
+        """
+        given = {name.replace("-", "_"): value for name, value in run_config.items()}
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"the run config has no key '{name}'{nearest_name(name, cls.__dataclass_fields__)}")
+        settings = cls(**given)
+        validate(settings)
+        return settings
+
+
+def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
+    """Train on the nodes of a grid as a config.toml says.
+
+    Args:
+        grid: Flower's.
+        settings: Which nodes, and how long to wait for them.
+        tables: The contents of the config.toml.
+    """
+    if unknown := sorted(tables.keys() - {"algorithm", "task", "run"}):
+        raise ValueError(f"a configuration for Flower has no table [{unknown[0]}]: nodes have their own data")
+    asked = tables.get("run", {})
+    if unknown := sorted(asked.keys() - set(RUN)):
+        raise ValueError(f"[run] has no key '{unknown[0]}' on Flower{nearest_name(unknown[0], RUN)}")
+    if "rounds" not in asked:
+        raise ValueError("[run] needs rounds")
+    algorithm = build_algorithm(tables.get("algorithm", {}))
+    task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
+    precision = check_precision(asked.get("precision", "float32"), torch.device("cpu"))
+    roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline)
+    roster.federation.check(task)
+    log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
+    out = Path(settings.out).expanduser().absolute() if settings.out else None
+    return fit_on(
+        lambda key: Flower(
+            grid,
+            roster,
+            task,
+            key,
+            Language(describe_step, types_of),
+            run=str(out or secrets.token_hex(8)),
+            min_replies=settings.min_replies,
+            deadline=settings.deadline,
+            precision=precision,
+        ),
+        algorithm,
+        **{name: value for name, value in asked.items() if name != "precision"},
+        out=out,
+        resume=settings.resume,
+    )
+
+
+def read_tables(path: str) -> dict[str, Any]:
+    """A config.toml, given by its path or by its name in the app's folder."""
+    file = Path(path).expanduser()
+    if not file.is_absolute():
+        app = importlib.util.find_spec("data")  # the one file that every app has
+        if app is None or app.origin is None:
+            raise ValueError("the app needs a data.py with a function federation(context) -> Federation")
+        file = Path(app.origin).parent / file
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; set 'config' in the run config")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: FlowerGrid, context: Context) -> None:
+    """Run what the app's config.toml says."""
+    # Of this logger only: Flower sends what is logged over HTTP, which is logged, too.
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
+    settings = Settings.of(context.run_config)
+    run = serve(grid, settings, read_tables(settings.config))
+    log.info("flower: %s %.4f after %d rounds", run.scores.metric, run.score, len(run.history))

@@ -1,0 +1,172 @@
+"""A cohort whose clients mask what they send: what an algorithm sees of the secure sum."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.client import ClientStep, Reply
+from coterie.cohort import Cohort, Step, Sums, step_name
+from coterie.secure import SecureSum
+from coterie.secure.masks import simulated
+from coterie.secure.protocol import Answering, Client, Opened, Session, Sheet, Terms, Transcript
+from coterie.tree import leaves, take, tree_map
+
+MOST = 256  # clients of a session: masks and shares are made for every pair
+ROOM = 62  # bits for the largest sum, of the 63 that a signed number has
+LEAST = 20  # bits behind the point, below which sums would not be exact enough
+
+AVERAGED = ("loss", "held", "held_rows")  # notes that come back as the mean of all participants
+HIDDEN = ("label",)  # notes that do not come back
+
+Witness = Callable[[Transcript], None]
+
+
+class Secure(Cohort):
+    """The clients of another cohort, in sessions of the secure sum.
+
+    The clients' steps run on the inner cohort, so on any executor. What is done in a client's name here (its key pairs,
+    its masks) is done by its own `Client`, and the server's part by a `Server`, which sees a transcript and no more.
+
+    Args:
+        inner: Runs the clients' steps.
+        settings: Of the secure sum.
+        answering: Who answers an exchange: everybody, unless told otherwise.
+        witness: Is given the transcript of every session, which is all that the server sees.
+    """
+
+    def __init__(
+        self,
+        inner: Cohort,
+        settings: SecureSum,
+        answering: Answering = lambda exchange, asked: asked,
+        witness: Witness = lambda transcript: None,
+    ) -> None:
+        super().__init__(inner.federation, inner.task, inner.key, inner.device, inner.uplink, inner.precision)
+        self.leads, self.ledger = inner.leads, inner.ledger
+        self._inner, self._settings, self._answering, self._witness = inner, settings, answering, witness
+        self._sessions = itertools.count()  # of this cohort and all that are made from it
+
+    @property
+    def executor(self) -> str:
+        """The inner cohort's."""
+        return self._inner.executor
+
+    def uncharged(self) -> Cohort:
+        """The same clients in the open: what a real federation would not exchange need not be masked either."""
+        return self._inner.uncharged()
+
+    def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
+        """Run `step` on every client and add the weighted updates up by slot, in one session of the secure sum."""
+        session = Session(*self._parties(slots), self._answering)
+        here = session.agree()
+        at = torch.tensor([self._position(i) for i in here], dtype=torch.long)
+        inner = self._inner.uncharged().only(at)  # who is gone computes nothing
+        reply = inner.gather(step, shared, rows=None if rows is None else rows[at])
+        code = Code.of(self._settings, len(self), reply, slots, step_name(step))
+        # From here to the session every row of `reply` is with its own client, and the server has none of them.
+        sheets = {i: code.sheet(take(reply, row), self.federation.name(i)) for row, i in enumerate(here)}
+        opened = session.add(sheets)
+        self._account(session, self._sent(shared, rows)[1] * len(here), opened)
+        return tree_map(lambda x: x.to(self.device), code.sums(opened, len(self)))
+
+    def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
+        raise ValueError(
+            f"secure sum: {name} needs every client's own reply (gather), and of a secure sum the server gets nothing "
+            "but sums; choose another method or start, or leave secure out"
+        )
+
+    def _parties(self, slots: int) -> tuple[dict[int, Client], Terms]:
+        n, wanted = len(self), self._settings
+        needed = max(math.floor(wanted.threshold * n) + 1, wanted.min_members)
+        if n < needed:
+            raise ValueError(f"secure sum: at least {needed} clients must take part, got {n}")
+        if n > MOST:
+            raise ValueError(f"secure sum: at most {MOST} clients can take part at once, got {n}; set fraction lower")
+        terms, when = Terms(n, needed, wanted.min_members, slots), (next(self._sessions), *self.when)
+        return {i: Client(i, terms, simulated(self.client_key(i).fold(*when))) for i in self.clients.tolist()}, terms
+
+    def _position(self, i: int) -> int:
+        return int((self.clients == i).nonzero()[0])
+
+    def _account(self, session: Session, down: int, opened: Opened) -> None:
+        """Count bytes, and say what the server can say of a session that did not go as usual."""
+        transcript = session.server.transcript
+        self._charge(down + transcript.bytes_down, transcript.bytes_up)
+        self._witness(transcript)
+        if gone := len(self) - len(opened.clients):
+            self.tell(f"secure sum: {gone} of {len(self)} clients were gone; the sums are those of the others")
+        small = [j for j, n in enumerate(opened.members.tolist()) if 0 < n < self._settings.min_members]
+        if small:
+            which = ", ".join(map(str, small))
+            self.tell(f"secure sum: fewer than {self._settings.min_members} clients chose slot {which}: not opened")
+
+    def _but(self, **changes: Any) -> Self:
+        return super()._but(_inner=self._inner._but(**changes), **changes)
+
+
+class Code(NamedTuple):
+    """How replies are written as numbers modulo 2⁶⁴, and sums of them read."""
+
+    clip: float
+    bits: int  # behind the point
+    slots: int
+    update: Any  # the form of what is added up to one slot: empty tensors
+    note: dict[str, Tensor]  # the form of one client's
+
+    @classmethod
+    def of(cls, settings: SecureSum, clients: int, reply: Reply, slots: int, name: str) -> Code:
+        """The code for replies like these."""
+        for note in reply.note:
+            if note not in AVERAGED + HIDDEN:
+                raise ValueError(
+                    f"secure sum: {name} tells the server every client's '{note}', and of a secure sum it gets nothing "
+                    "but sums; choose another method, or leave secure out"
+                )
+        bits = math.floor(ROOM - math.log2(clients * settings.clip))
+        if bits < LEAST:
+            raise ValueError(f"secure sum: clip = {settings.clip:g} leaves {clients} clients too few bits; lower it")
+        update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :]), reply.update)
+        return cls(settings.clip, bits, slots, update, tree_map(lambda x: x.new_empty(x.shape[1:]), reply.note))
+
+    def sheet(self, reply: Reply, who: str) -> Sheet:
+        """One client's reply, on the client."""
+        slot, weight = reply.slot.reshape(-1).cpu(), reply.weight.reshape(-1).cpu()
+        parts = [x.reshape(len(slot), -1).cpu().double() for x in leaves(reply.update)]
+        numbers = torch.cat([*parts, torch.ones(len(slot), 1)], 1) * weight[:, None]  # the last one is the weight
+        numbers[weight == 0] = 0  # whatever it is, it counts nothing
+        body = np.zeros((self.slots, numbers.shape[1]), np.uint64)
+        np.add.at(body, slot.numpy(), self._encode(numbers, who))
+        chosen = torch.zeros(self.slots, dtype=torch.long).index_put_((slot[weight > 0],), torch.tensor(1))
+        told = torch.cat([torch.zeros(0), *(reply.note[n].flatten().cpu() for n in self._averaged())])
+        return Sheet(np.concatenate([chosen.numpy().view(np.uint64), self._encode(told, who)]), body)
+
+    def sums(self, opened: Opened, participants: int) -> Sums:
+        """What was opened, as the algorithm is told it, on the server."""
+        body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots :]))
+        rest = iter(body[:, :-1].split([x.numel() for x in leaves(self.update)], 1))
+        update = tree_map(lambda x: next(rest).reshape(self.slots, *x.shape).to(x.dtype), self.update)
+        means = iter((head / len(opened.clients)).split([self.note[n].numel() for n in self._averaged()]))
+        everybody = {n: next(means).reshape(self.note[n].shape).float() for n in self._averaged()}
+        everybody |= {n: torch.full(x.shape, -1) for n, x in self.note.items() if n in HIDDEN}
+        note = {n: everybody[n].expand(participants, *x.shape) for n, x in self.note.items()}
+        return Sums(update, body[:, -1].float(), note, torch.from_numpy(opened.members))
+
+    def _averaged(self) -> list[str]:
+        return [n for n in self.note if n in AVERAGED]
+
+    def _encode(self, numbers: Tensor, who: str) -> np.ndarray:
+        if not bool(torch.isfinite(numbers).all()):
+            raise ValueError(f"secure sum: what {who} would send is not finite; a smaller lr usually helps")
+        if numbers.numel() and (largest := float(numbers.abs().max())) > self.clip:
+            raise ValueError(f"secure sum: what {who} would send reaches {largest:.4g}, above clip = {self.clip:g}")
+        return (numbers.double() * 2.0**self.bits).round().long().numpy().view(np.uint64)
+
+    def _decode(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).double() / 2.0**self.bits

@@ -1,0 +1,158 @@
+"""What is sent: trees of tensors and descriptions of steps, there and back."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+import coterie as ct
+from coterie.algorithms import ALGORITHMS
+from coterie.algorithms.starts import FarthestFirst
+from coterie.evaluate import PointScorer, Scorer
+from coterie.flower.records import get_tree, put_tree
+from coterie.flower.steps import OWNERS, STEPS, describe_step, rebuild_step, steps_of
+from coterie.tree import Outer
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: tuple
+
+
+TREES = {
+    "dict": {"w": torch.randn(3, 2), "b": {"/": torch.zeros(1), "a/b": torch.ones(1)}},
+    "tuple": (torch.arange(3), (torch.tensor(True), ())),
+    "named": Pair(torch.zeros(2, 0), ({"x": torch.tensor(2.5, dtype=torch.float64)},)),
+    "empty": (),
+    "nothing": {"exact": (), "more": {}},
+    "tensor": torch.tensor(7),
+    "types": tuple(
+        torch.tensor([0, 1], dtype=t) for t in (torch.bool, torch.uint8, torch.int32, torch.float16, torch.float64)
+    ),
+    "strided": torch.randn(4, 3).T,
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(b) is dict and list(a) == list(b) and all(same(a[n], b[n]) for n in a)
+    return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_comes_back_exactly(name):
+    content = RecordDict()
+    put_tree(content, "t", TREES[name])
+    assert same(get_tree(content, "t", {"Pair": Pair}), TREES[name])
+
+
+def test_a_product_is_formed_before_it_is_sent():
+    content, factors = RecordDict(), Outer(torch.randn(5, 2), torch.randn(5, 3))
+    put_tree(content, "t", {"a": factors})
+    assert torch.equal(get_tree(content, "t", {})["a"], factors.product())
+
+
+@pytest.mark.parametrize("tree", [{"a": 3}, {1: torch.zeros(1)}, torch.zeros(2, dtype=torch.bfloat16)])
+def test_what_cannot_be_sent_is_refused(tree):
+    with pytest.raises(ValueError, match=r"t\["):
+        put_tree(RecordDict(), "t", tree)
+
+
+def header(shape):
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(8)
+
+
+def hostile():
+    array = Array(torch.zeros(2).numpy())
+    whole = {"[]": array}
+    yield "absent", None, '"tensor"'
+    yield "no array", {}, '"tensor"'
+    yield "one too many", {**whole, "x": array}, '"tensor"'
+    yield "no JSON", whole, "{"
+    yield "no tree", whole, "[1]"
+    yield "unknown tuple", whole, '{"tuple": ["tensor"], "named": "Popen"}'
+    yield "wrong length", {"[0]": array}, '{"tuple": ["tensor"], "named": "Pair"}'
+    yield "deep", whole, '{"tuple": [' * 400 + "]}" * 400
+    yield "very deep", whole, "[" * 100_000
+    yield "lies", {"[]": Array("float32", (9,), "numpy.ndarray", array.data)}, '"tensor"'
+    yield "cut", {"[]": Array("float32", (2,), "numpy.ndarray", array.data[:-3])}, '"tensor"'
+    yield "noise", {"[]": Array("float32", (2,), "numpy.ndarray", b"\x80\x04K\x01.")}, '"tensor"'
+    yield "a zip", {"[]": Array("float32", (2,), "numpy.ndarray", b"PK\x03\x04" + 40 * b"\0")}, '"tensor"'
+    yield "huge", {"[]": Array("float32", (2**60,), "numpy.ndarray", header("(1152921504606846976,)"))}, '"tensor"'
+    yield "negative", {"[]": Array("float32", (-1, -2), "numpy.ndarray", header("(-1, -2)"))}, '"tensor"'
+    yield "objects", {"[]": Array("object", (1,), "numpy.ndarray", b"\x93NUMPY\x01\x00")}, '"tensor"'
+
+
+@pytest.mark.parametrize(("arrays", "tree"), [pytest.param(a, t, id=n) for n, a, t in hostile()])
+def test_what_is_no_tree_is_refused(arrays, tree):
+    content = RecordDict({"t.tree": ConfigRecord({"tree": tree})})
+    if arrays is not None:
+        content["t"] = ArrayRecord(arrays)
+    with pytest.raises(ValueError, match="'t' cannot be read"):
+        get_tree(content, "t", {"Pair": Pair})
+
+
+STEPS_SENT = [
+    ct.IFCA(k=3, shared=("a", "b"), batch=4).step,
+    ct.IFCA(k=2, init=FarthestFirst(clients=5)).choose,
+    ct.FedX(k=2, lr=None).curvature,
+    ct.MixedRegression(k=2, init=ct.MomentDescent(clients=12, noise=0.1)).step,
+    ct.MomentDescent().pool,
+    ct.UIFCA(k=2, init=ct.Disturbed(0.3)).begin,
+    ct.CFL(schedule=(1, 3)).probe,
+    Scorer().score_ensemble,
+    PointScorer(ct.KFED(k=3, local=2), 4).score,
+]
+
+
+@pytest.mark.parametrize("step", STEPS_SENT, ids=lambda s: s.__qualname__)
+def test_a_step_comes_back(step):
+    plain = json.loads(json.dumps(describe_step(step)))
+    again = rebuild_step(plain)
+    assert again.__name__ == step.__name__
+    assert again.__self__ == step.__self__ and type(again.__self__) is type(step.__self__)
+
+
+def test_models_that_the_user_brought_stay_at_the_server():
+    step = ct.UIFCA(k=1, init=[{"w": torch.zeros(2)}]).begin
+    assert rebuild_step(describe_step(step)).__self__.init == "given"
+
+
+def test_every_class_that_has_steps_is_known():
+    assert set(ALGORITHMS.values()) <= set(OWNERS.values())
+    assert all(steps_of(cls) for cls in ALGORITHMS.values()) and {"step", "score", "pool", "judge"} <= set(STEPS)
+
+
+def test_what_clients_could_not_rebuild_is_refused():
+    def look(task):
+        return None
+
+    with pytest.raises(ValueError, match="'look' of no class cannot be sent"):
+        describe_step(look)
+    with pytest.raises(ValueError, match="FedAvg: lr cannot be sent to clients: it is of type Tensor"):
+        describe_step(ct.FedAvg(lr=torch.tensor(0.1)).step)
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        ({"owner": "os", "step": "system"}, "'os' is not known here"),
+        ({"owner": "fedavg", "step": "__init__"}, "has no client step"),
+        ({"owner": "fedavg", "step": "round"}, "has no client step"),
+        ({"owner": "ifca", "step": "step"}, "missing 1 required"),
+        ({"owner": "ifca", "settings": '{"k": "3"}', "step": "step"}, "k must be a whole number"),
+        ({"owner": "ifca", "settings": '{"k": 0}', "step": "step"}, "k must be at least 1"),
+        ({"owner": "ifca", "settings": '{"size": 0}', "step": "step"}, "no setting 'size'"),
+        ({"owner": "ifca", "settings": '{"k": 1, "init": {"name": "x"}}', "step": "step"}, "'x' is not known here"),
+        ({"owner": "ifca", "settings": "[]", "step": "step"}, "not known here"),
+        ({"owner": "ifca", "settings": "{", "step": "step"}, "Expecting"),
+    ],
+)
+def test_a_node_builds_only_what_it_knows(plain, said):
+    with pytest.raises(ValueError, match=said):
+        rebuild_step(plain)
