@@ -17,10 +17,10 @@ from coterie.config import build_algorithm, build_task
 from coterie.evaluate import Scorer
 from coterie.executors.flower import TooFew, enrol, plain_task
 from coterie.federation import Federation
-from coterie.flower.client_app import node_of
+from coterie.flower.client_app import respond
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import Memory, Moment
-from coterie.flower.node import Node
+from coterie.flower.node import Node, node_of
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.server_app import Settings, read_tables, serve
 from coterie.key import Key
@@ -391,9 +391,9 @@ def test_the_example_does_what_the_simulator_does(example, tmp_path):
     contexts = {
         7 * i: Context(1, 7 * i, {"partition-id": 2 - i, "memory": str(tmp_path)}, RecordDict(), {}) for i in range(3)
     }
-    grid = LocalGrid({i: node_of(context) for i, context in contexts.items()})
+    grid = LocalGrid({i: node_of(context, EXAMPLE / "data.py") for i, context in contexts.items()})
     there = serve(grid, settings, read_tables(settings.config))
-    tables = read_tables("config.toml")
+    tables = read_tables("ifca.toml")
     here = ct.fit(
         build_algorithm(tables["algorithm"]),
         build_task(tables["task"]),
@@ -407,7 +407,7 @@ def test_the_example_does_what_the_simulator_does(example, tmp_path):
 def test_the_app_says_what_it_misses():
     context = Context(1, 1, {}, RecordDict(), {})
     with pytest.raises(ValueError, match=r"needs a data\.py"):
-        node_of(context)
+        respond("query.enrol", RecordDict(), context)
     with pytest.raises(ValueError, match=r"needs a data\.py"):
         read_tables("config.toml")
     with pytest.raises(ValueError, match="no key 'node'; did you mean 'nodes'"):

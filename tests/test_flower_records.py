@@ -1,6 +1,8 @@
 """What is sent: trees of tensors and descriptions of steps, there and back."""
 
 import json
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -11,8 +13,9 @@ import coterie as ct
 from coterie.algorithms import ALGORITHMS
 from coterie.algorithms.starts import FarthestFirst
 from coterie.evaluate import PointScorer, Scorer
+from coterie.flower.names import STEPS
 from coterie.flower.records import get_tree, put_tree
-from coterie.flower.steps import OWNERS, STEPS, describe_step, rebuild_step, steps_of
+from coterie.flower.steps import OWNERS, describe_step, rebuild_step, steps_of
 from coterie.tree import Outer
 
 
@@ -125,7 +128,13 @@ def test_models_that_the_user_brought_stay_at_the_server():
 
 def test_every_class_that_has_steps_is_known():
     assert set(ALGORITHMS.values()) <= set(OWNERS.values())
-    assert all(steps_of(cls) for cls in ALGORITHMS.values()) and {"step", "score", "pool", "judge"} <= set(STEPS)
+    assert all(steps_of(cls) for cls in ALGORITHMS.values())
+    assert tuple(sorted({step for owner in OWNERS.values() for step in steps_of(owner)})) == STEPS
+
+
+def test_the_client_app_loads_no_torch():
+    code = "import sys, coterie.flower.client_app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_what_clients_could_not_rebuild_is_refused():

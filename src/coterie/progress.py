@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 
 class Progress:
-    """A callback of `fit` that rewrites one line of a terminal after every round."""
+    """A callback of `fit` that rewrites one line of a terminal after every round; elsewhere each has a line."""
 
     def __init__(self, name: str, rounds: int, metric: str, device: str, stream: TextIO | None = None) -> None:
         self.name, self.rounds, self.metric, self.device = name, rounds, metric, device
@@ -20,10 +20,13 @@ class Progress:
             self._score = f" {self.metric} {row[self.metric]:.3f}"
         if row["loss"] is not None:
             self._loss = f" loss {row['loss']:.4f}"
-        end = "\n" if row["round"] == self.rounds else ""
+        if self.stream.isatty():
+            begin, end = "\r\033[K", "\n" if row["round"] == self.rounds else ""
+        else:
+            begin, end = "", "\n"
         bar = "━" * round(20 * row["round"] / self.rounds)
         self.stream.write(
-            f"\r\033[K{self.name} {bar:<20} round {row['round']}/{self.rounds}{self._loss}{self._score} "
+            f"{begin}{self.name} {bar:<20} round {row['round']}/{self.rounds}{self._loss}{self._score} "
             f"groups {row['groups']} {row['seconds']:.3f} s/round on {self.device}{end}"
         )
         self.stream.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 from coterie.cli.assign import restored
 from coterie.config import build_federation
 from coterie.data import DATASETS
-from coterie.diagnose import Diagnosis, diagnose_state
+from coterie.diagnosis import Diagnosis, diagnose_state
 from coterie.executors import find_device, find_executor
 from coterie.key import Key
 from coterie.record import read_config

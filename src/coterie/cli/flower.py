@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,8 @@ import typer
 from rich.console import Console
 
 from coterie.cli import show as display
+from coterie.cli.files import APP, read_toml, write_app
+from coterie.progress import Progress
 
 if TYPE_CHECKING:
     from coterie.flower.lab import Lab
@@ -29,15 +33,51 @@ HERE = Path("flower-lab")
 @app.command()
 def up(
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, max=64, help="SuperNodes.")] = 3,
+    workers: Annotated[bool, typer.Option(help="Whether each node keeps torch and its data loaded.")] = True,
     folder: Folder = HERE,
     as_json: Json = False,
 ) -> None:
     """Start a SuperLink and some SuperNodes on loopback, and keep them running."""
     lab = _lab(folder)
-    lab.prepare(nodes)
+    lab.prepare(nodes, workers=workers)
     lab.start()
     _wait(lab, nodes)
     display.emit(_rows(lab), as_json, lambda: _print(lab))
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where; made if it is not there.")],
+) -> None:
+    """Write a small app that works: put your own data into its data.py."""
+    write_app(folder)
+    print(f"wrote {', '.join(APP)} to {folder}")
+    print("fill in federation() in data.py: it returns what a node has. Then:")
+    print(f"  coterie flower up -n 3 && coterie flower run {folder / 'ifca.toml'} && coterie flower down")
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="A TOML file with [algorithm], [task] and [run], beside data.py.")],
+    out: Annotated[Path | None, typer.Option(help="The run folder; default runs/CONFIG.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    folder: Folder = HERE,
+    as_json: Json = False,
+) -> None:
+    """Train what a configuration describes, on the nodes of the federation."""
+    lab = _lab(folder)
+    from coterie.flower.server_app import parse
+    from coterie.flower.submit import check_app, submit, watch
+
+    check_app(config)
+    asked = parse(read_toml(config))  # a mistake in it is told now, not by a process far away
+    where = out or Path("runs") / config.stem
+    if (where / "config.toml").exists() and not resume:
+        raise ValueError(f"{where} already holds a run; resume it with --resume, or choose another folder")
+    number = submit(lab, config, where, resume=resume)
+    name, metric = type(asked.algorithm).__name__, asked.task.metric
+    watch(lab, number, where, _shower(Progress(name, asked.run["rounds"], metric, "flower")))
+    display.emit(display.summary(where), as_json, lambda: display.show(where))
 
 
 @app.command()
@@ -52,6 +92,18 @@ def down(folder: Folder = HERE) -> None:
     """Stop what `up` started, and nothing else; credentials and the database stay."""
     stopped = _lab(folder).stop()
     print(f"stopped the federation in {folder}" if stopped else f"no federation is running in {folder}")
+
+
+def _shower(progress: Progress) -> Callable[[dict[str, Any]], None]:
+    """Shows the events of a run: what is said of nodes, and how the rounds go."""
+
+    def show(event: dict[str, Any]) -> None:
+        if event["event"] == "log":
+            sys.stderr.write(f"\r\033[K{event['message']}\n" if sys.stderr.isatty() else f"{event['message']}\n")
+        elif event["event"] == "round":
+            progress(event)
+
+    return show
 
 
 def _lab(folder: Path) -> Lab:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import sys
 import time
@@ -18,6 +17,7 @@ import typer
 from coterie.cli import demo as demo_module
 from coterie.cli import flower
 from coterie.cli import show as display
+from coterie.cli.files import read_toml, write_json
 from coterie.executors import ranks
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ def run(
     from coterie.config import build
     from coterie.run import fit
 
-    tables = _read_toml(config)
+    tables = read_toml(config)
     for assignment in sets or []:
         _set(tables, assignment)
     where = out or Path("runs") / config.stem
@@ -157,7 +157,7 @@ def speed(
 
     rows = measure(device, quick=quick)
     if out:
-        _write_json(out / f"speed-{find_device(device).type}.json", rows)
+        write_json(out / f"speed-{find_device(device).type}.json", rows)
     display.emit(rows, as_json, lambda: display.speeds(rows))
 
 
@@ -173,7 +173,7 @@ def scale(
 
     rows = measure(quick=quick)
     if out:
-        _write_json(out / "scale.json", rows)
+        write_json(out / "scale.json", rows)
         plots.scale(out / "scale.png", rows, slope(rows))
     display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
 
@@ -220,21 +220,6 @@ def _share_out(options: dict[str, Any]) -> None:
             f"torchrun started {ranks.world()} processes, which would all do the same work with executor "
             f"'{options['executor']}'; leave it out or use 'sharded'"
         )
-
-
-def _write_json(path: Path, content: Any) -> None:
-    from coterie.snapshot import write_text
-
-    write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _set(tables: dict[str, Any], assignment: str) -> None:

@@ -3,69 +3,55 @@
 The app's folder must hold a `data.py` with one function, which tells what this node has:
 
     def federation(context: Context) -> Federation: ...
+
+Flower starts a process for every message, so this module loads no torch: where a node has a resident worker, that does.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from coterie.federation import Federation
-from coterie.flower.node import Node
-from coterie.flower.steps import STEPS
+from coterie.flower import resident
+from coterie.flower.data_file import find_data_file
+from coterie.flower.names import STEPS
 
-Find = Callable[[Context], Node]
+Respond = Callable[[str, RecordDict, Context], RecordDict]
 
 
-def make_app(find: Find) -> ClientApp:
-    """A ClientApp that answers for the node that `find` finds."""
+def make_app(respond: Respond) -> ClientApp:
+    """A ClientApp whose answer to a message of some type and content is what `respond` says."""
     app = ClientApp()
 
-    def enrol(message: Message, context: Context) -> Message:
-        return Message(find(context).enrol(message.content), reply_to=message)
-
     def answer(message: Message, context: Context) -> Message:
-        category = message.metadata.message_type.partition(".")[0]
-        return Message(find(context).answer(category, message.content), reply_to=message)
+        return Message(respond(message.metadata.message_type, message.content, context), reply_to=message)
 
-    app.query("enrol")(enrol)
+    app.query("enrol")(answer)
     for step in STEPS:
         app.train(step)(answer)
         app.query(step)(answer)
     return app
 
 
-def node_of(context: Context) -> Node:
-    """This node, as its node config and the app's data.py say.
+def respond(kind: str, content: RecordDict, context: Context) -> RecordDict:
+    """What this node answers: by its resident worker, or, where there is none, in this process.
 
     Keys of the node config: `site`, its name (`partition-id` where it is not given, or else Flower's number of the
-    node); `memory`, the folder where clients keep what they remember; `device`.
-
-    Raises:
-        ValueError: There is no data.py, or it does not give a Federation.
+    node); `memory`, the folder where clients keep what they remember; `device`; `worker`, the resident worker's folder.
     """
-    config = context.node_config
-    site = str(config.get("site", config.get("partition-id", context.node_id)))
-    memory = Path(str(config["memory"])) if "memory" in config else None
-    return Node(site, _own(context), memory, str(config.get("device", "cpu")))
+    file = find_data_file()
+    worker = context.node_config.get("worker")
+    if worker is not None:
+        try:
+            return resident.ask(Path(str(worker)), kind, content, context, file)
+        except resident.NoWorker:  # it is slower here, but it is done
+            pass
+    from coterie.flower.node import node_of
+
+    return node_of(context, file).respond(kind, content)
 
 
-def _own(context: Context) -> Federation:
-    try:
-        module = importlib.import_module("data")  # the user's own file, beside the app's pyproject.toml
-    except ModuleNotFoundError as error:
-        if error.name != "data":  # something that it imports is missing: that must be told as it is
-            raise
-        module = None
-    if module is None or not hasattr(module, "federation"):
-        raise ValueError("the app needs a data.py with a function federation(context) -> Federation")
-    if not isinstance(federation := module.federation(context), Federation):
-        raise ValueError(f"data.py: federation() must return a Federation, got {type(federation).__name__}")
-    return federation
-
-
-app = make_app(node_of)
+app = make_app(respond)

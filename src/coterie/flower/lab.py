@@ -22,6 +22,7 @@ from coterie.flower.credentials import make_certificates, make_node_key
 from coterie.snapshot import write_text
 
 LINK = "superlink"
+WORKER = "-worker"  # after the name of its node
 NAME = "coterie"  # of the SuperLink in Flower's configuration
 PAUSE = 5.0  # seconds before a process that has ended is started again: a node is refused while it is thought online
 GRACE = 10.0  # seconds that a process is given to end by itself
@@ -29,6 +30,7 @@ QUIET = {  # nothing is told to anybody, nothing is installed
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds; Flower's own 1.0 is waited for in every message
     "OMP_NUM_THREADS": "1",
 }
 
@@ -63,8 +65,13 @@ class Lab:
         path = os.pathsep.join([tools, os.environ.get("PATH", "")])
         return {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "home"), "PATH": path}
 
-    def prepare(self, nodes: int) -> None:
-        """Make credentials and choose ports, once: a federation that is there already stays as it is."""
+    def prepare(self, nodes: int, *, workers: bool = True) -> None:
+        """Make credentials and choose ports, once: a federation that is there already stays as it is.
+
+        Args:
+            nodes: How many.
+            workers: Whether each node has a resident worker.
+        """
         if (self.folder / "lab.json").exists():
             if (there := len(self.settings["nodes"])) != nodes:
                 raise ValueError(f"{self.folder} holds a local federation of {there} nodes, not {nodes}")
@@ -77,7 +84,8 @@ class Lab:
             make_node_key(self.folder / "keys" / name)
         ports = dict(zip([LINK, *names], _free_ports(nodes + 1), strict=True))
         self._tell_flower(ports[LINK])
-        write_text(self.folder / "lab.json", json.dumps({"nodes": names, "ports": ports}, indent=1) + "\n")
+        chosen = {"nodes": names, "ports": ports, "workers": workers}
+        write_text(self.folder / "lab.json", json.dumps(chosen, indent=1) + "\n")
 
     def commands(self) -> dict[str, list[str]]:
         """The command line of every process, by its name."""
@@ -87,15 +95,28 @@ class Lab:
             "flower-superlink", *loopback, str(ports[LINK]), *tls, "--enable-supernode-auth",
             "--disable-runtime-dependency-installation", "--database", str(self.folder / "superlink.db"),
         ]  # fmt: skip
-        return {LINK: link} | {
+        nodes = {
             name: [
                 "flower-supernode", *loopback, str(ports[name]), *tls, "--superlink", self.address,
                 "--root-certificates", str(self.folder / "certificates" / "ca.crt"),
-                "--auth-supernode-private-key", str(keys / name),
-                "--node-config", f'name="{name}" index={i} folder="{self.folder / "nodes" / name}"',
+                "--auth-supernode-private-key", str(keys / name), "--node-config", self._node_config(i, name),
             ]
             for i, name in enumerate(self.settings["nodes"])
         }  # fmt: skip
+        return {LINK: link} | self._workers() | nodes
+
+    def _workers(self) -> dict[str, list[str]]:
+        if not self.settings["workers"]:
+            return {}
+        command = [sys.executable, "-m", "coterie.flower.worker"]
+        return {f"{name}{WORKER}": [*command, str(self.folder / "nodes" / name)] for name in self.settings["nodes"]}
+
+    def _node_config(self, i: int, name: str) -> str:
+        own = self.folder / "nodes" / name
+        config = {"site": name, "partition-id": i, "num-partitions": len(self.settings["nodes"]), "memory": str(own)}
+        if self.settings["workers"]:
+            config["worker"] = str(own)
+        return " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
 
     def register(self) -> dict[str, str]:
         """Make the nodes' keys known to the SuperLink, those that are not yet; every node's number by its name."""
@@ -231,7 +252,9 @@ def supervise(lab: Lab) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
     try:
         while not stopping:
-            changed = services[LINK].keep(time.monotonic())
+            now = time.monotonic()
+            first = [s.keep(now) for name, s in services.items() if name == LINK or name.endswith(WORKER)]
+            changed = any(first)
             if _listens(lab.settings["ports"][LINK]):
                 for name in lab.register():  # a node whose key is unknown is refused, and ends
                     changed |= services[name].keep(time.monotonic())

@@ -26,7 +26,7 @@ class LocalGrid:
 
     def __init__(self, nodes: Mapping[int, Node], spoil: Spoil | None = None) -> None:
         self.nodes, self.spoil = dict(nodes), spoil
-        self._app = make_app(lambda context: self.nodes[context.node_id])
+        self._app = make_app(lambda kind, content, context: self.nodes[context.node_id].respond(kind, content))
         self._arrived: dict[str, Message] = {}
         TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1  # as Flower sets them for a run
 

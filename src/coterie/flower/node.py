@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 
 from coterie.cohort import Cohort, Ledger, Step
 from coterie.config import build_task
 from coterie.executors import find_device
 from coterie.executors.fused import Fused
 from coterie.federation import Federation
+from coterie.flower.data_file import load_federation
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.roster import Site, named
@@ -44,6 +45,11 @@ class Node:
         self.federation.check(_task(str(_words(content, "task")["task"])))
         site = Site.of(self.site, self.federation)
         return RecordDict({"site": ConfigRecord({"site": json.dumps(site.to_plain())})})
+
+    def respond(self, kind: str, content: RecordDict) -> RecordDict:
+        """The answer to a message of this type, such as "train.step"."""
+        category, _, action = kind.partition(".")
+        return self.enrol(content) if action == "enrol" else self.answer(category, content)
 
     def answer(self, category: str, content: RecordDict) -> RecordDict:
         """Run a step on the clients that are asked for: sums for "train", every reply for "query"."""
@@ -84,6 +90,14 @@ class Node:
         everybody = torch.equal(some, torch.arange(len(self.federation)))
         cohort = cohort.fold(*when).on("test" if told["part"] == "test" else "train")
         return cohort if everybody else cohort.only(some)
+
+
+def node_of(context: Context, file: Path) -> Node:
+    """The node that its node config and the app's data.py tell of."""
+    config = context.node_config
+    site = str(config.get("site", config.get("partition-id", context.node_id)))
+    memory = Path(str(config["memory"])) if "memory" in config else None
+    return Node(site, load_federation(file, context), memory, str(config.get("device", "cpu")))
 
 
 def _run(category: str, cohort: Cohort, step: Step, shared: Any, slots: int, rows: Any) -> dict[str, Any]:

@@ -6,26 +6,28 @@ simulator; there is no [data], for the nodes have it.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid as FlowerGrid
 from flwr.serverapp import ServerApp
 
+from coterie.algorithms.base import Algorithm
 from coterie.config import build_algorithm, build_task
-from coterie.executors.flower import Flower, Grid, Language, enrol
+from coterie.executors.flower import Flower, Grid, Language, enrol, plain_task
+from coterie.flower.data_file import find_data_file
 from coterie.flower.steps import describe_step, types_of
-from coterie.precision import check_precision
+from coterie.precision import Precision, check_precision
 from coterie.run import Run, fit_on
 from coterie.settings import nearest_name, setting, validate
+from coterie.task import Task
 
 log = logging.getLogger("coterie")
 
@@ -72,6 +74,34 @@ class Settings:
         return settings
 
 
+class Asked(NamedTuple):
+    """What a config.toml asks for."""
+
+    algorithm: Algorithm
+    task: Task
+    run: dict[str, Any]  # rounds, seed, evaluations
+    precision: Precision
+
+
+def parse(tables: dict[str, Any]) -> Asked:
+    """What the contents of a config.toml ask for.
+
+    Raises:
+        ValueError: A table or a key is unknown or missing, or a value not allowed.
+    """
+    if unknown := sorted(tables.keys() - {"algorithm", "task", "run"}):
+        raise ValueError(f"a configuration for Flower has no table [{unknown[0]}]: nodes have their own data")
+    run = dict(tables.get("run", {}))
+    if unknown := sorted(run.keys() - set(RUN)):
+        raise ValueError(f"[run] has no key '{unknown[0]}' on Flower{nearest_name(unknown[0], RUN)}")
+    if "rounds" not in run:
+        raise ValueError("[run] needs rounds")
+    algorithm = build_algorithm(tables.get("algorithm", {}))
+    task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
+    plain_task(task)  # or nodes could not build it
+    return Asked(algorithm, task, run, check_precision(run.pop("precision", "float32"), torch.device("cpu")))
+
+
 def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
     """Train on the nodes of a grid as a config.toml says.
 
@@ -80,16 +110,7 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
         settings: Which nodes, and how long to wait for them.
         tables: The contents of the config.toml.
     """
-    if unknown := sorted(tables.keys() - {"algorithm", "task", "run"}):
-        raise ValueError(f"a configuration for Flower has no table [{unknown[0]}]: nodes have their own data")
-    asked = tables.get("run", {})
-    if unknown := sorted(asked.keys() - set(RUN)):
-        raise ValueError(f"[run] has no key '{unknown[0]}' on Flower{nearest_name(unknown[0], RUN)}")
-    if "rounds" not in asked:
-        raise ValueError("[run] needs rounds")
-    algorithm = build_algorithm(tables.get("algorithm", {}))
-    task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
-    precision = check_precision(asked.get("precision", "float32"), torch.device("cpu"))
+    algorithm, task, asked, precision = parse(tables)
     roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline)
     roster.federation.check(task)
     log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
@@ -107,7 +128,7 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
             precision=precision,
         ),
         algorithm,
-        **{name: value for name, value in asked.items() if name != "precision"},
+        **asked,
         out=out,
         resume=settings.resume,
     )
@@ -117,10 +138,7 @@ def read_tables(path: str) -> dict[str, Any]:
     """A config.toml, given by its path or by its name in the app's folder."""
     file = Path(path).expanduser()
     if not file.is_absolute():
-        app = importlib.util.find_spec("data")  # the one file that every app has
-        if app is None or app.origin is None:
-            raise ValueError("the app needs a data.py with a function federation(context) -> Federation")
-        file = Path(app.origin).parent / file
+        file = find_data_file().parent / file
     if not file.is_file():
         raise ValueError(f"there is no {file}; set 'config' in the run config")
     return tomllib.loads(file.read_text(encoding="utf-8"))

@@ -31,9 +31,6 @@ def steps_of(owner: type) -> tuple[str, ...]:
     return tuple(n for n, f in public if f.__annotations__.get("return") == ClientStep.__name__)
 
 
-STEPS = tuple(sorted({step for owner in OWNERS.values() for step in steps_of(owner)}))
-
-
 def describe_step(step: Step) -> dict[str, str]:
     """A step as the name of its owner, the owner's settings as JSON, and its own name.
 

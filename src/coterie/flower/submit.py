@@ -1,0 +1,126 @@
+"""Have a local federation train what a configuration describes, and watch it do so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coterie.flower.lab import NAME, Lab
+
+POLL = 0.5  # seconds between two looks at the run folder
+TOLD = 15  # lines of the server's log that are shown if a run fails
+
+
+def submit(lab: Lab, config: Path, out: Path, *, resume: bool) -> int:
+    """Send an app to the SuperLink and have it run; the number of the run.
+
+    Args:
+        lab: The federation.
+        config: The configuration, in the folder of the app.
+        out: The run folder.
+        resume: Whether to go on from its newest checkpoint.
+
+    Raises:
+        ValueError: The federation is down, the folder is no app, or the SuperLink refused it.
+    """
+    check_app(config)
+    if not lab.processes():
+        raise ValueError(f"no federation is running in {lab.folder}; start one with: coterie flower up")
+    nodes = len(lab.settings["nodes"])
+    values = {"config": config.name, "out": str(out.absolute()), "resume": resume, "nodes": nodes}
+    changes = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+    told = lab.flwr("run", str(config.parent.absolute()), NAME, "--run-config", changes)
+    if not told["success"]:
+        raise ValueError(f"the SuperLink refused the app: {told['error-message']}")
+    return int(told["run-id"])
+
+
+def check_app(config: Path) -> None:
+    """Refuse a configuration that is in no app's folder."""
+    if not config.is_file():
+        raise ValueError(f"{config}: there is no such file")
+    for name in ("pyproject.toml", "data.py"):
+        if not (config.parent / name).is_file():
+            raise ValueError(
+                f"{config.parent} is no app: it has no {name}; `coterie flower init` makes one, into which this belongs"
+            )
+
+
+def watch(lab: Lab, run: int, out: Path, show: Callable[[dict[str, Any]], None]) -> None:
+    """Hand every event of a run to `show`, until the run has ended.
+
+    Args:
+        lab: The federation.
+        run: The number of the run.
+        out: The run folder.
+        show: Is given each event, as it is written.
+
+    Raises:
+        ValueError: It has failed; says what the server's log says last.
+    """
+    events = _Events(out / "events.jsonl")
+    with _log(lab, run) as log:
+        while log.poll() is None:
+            for event in events.new():
+                show(event)
+            time.sleep(POLL)
+    for event in events.new():
+        show(event)
+    if (state := _state(lab, run)) != "finished:completed":
+        raise ValueError(
+            f"run {run} is {state}; go on with --resume once its cause is gone. The server's last words:\n"
+            + "\n".join(_log_file(lab, run).read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
+        )
+
+
+class _Events:
+    """A run's events as they come; those of an earlier part of the run are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        if self.path.stat().st_size < self._read:  # a resumed run takes rounds back that its checkpoint has not
+            self._read = 0
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is still being written
+                    return
+                self._read += len(line)
+                yield json.loads(line)
+
+
+@contextmanager
+def _log(lab: Lab, run: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Flower's own command that writes a run's log until the run ends."""
+    with _log_file(lab, run).open("wb") as file:
+        process = subprocess.Popen(
+            ["flwr", "log", str(run), NAME, "--stream"], env=lab.environment, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=file,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+
+
+def _log_file(lab: Lab, run: int) -> Path:
+    return lab.folder / "logs" / f"run-{run}.log"
+
+
+def _state(lab: Lab, run: int) -> str:
+    """What the SuperLink says of a run, such as "running" or "finished:failed"."""
+    told = lab.flwr("list", NAME, "--run-id", str(run))
+    runs = told.get("runs") or [{"status": told.get("error-message", "unknown")}]
+    return str(runs[0]["status"])
