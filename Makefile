@@ -10,7 +10,7 @@ demo: $(READY)
 
 # One thread per test process: two processes that each use all cores spend their time waiting for each other.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

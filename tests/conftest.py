@@ -1,4 +1,8 @@
+import json
 import logging
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 import coterie as ct
 from coterie.executors.flower import Flower, Language, enrol
 from coterie.federation import Federation
+from coterie.flower.lab import LINK, Lab
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.steps import describe_step, types_of
@@ -71,3 +76,32 @@ def on_flower(tmp_path):
         return Flower(grid, roster, task, key, language, run=run, **{"deadline": 10, **options})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def command_line():
+    """Runs a command of coterie's and returns what it prints."""
+
+    def run(*args):
+        asked = subprocess.run([sys.executable, "-m", "coterie", *args], capture_output=True, text=True, timeout=180)
+        assert asked.returncode == 0, asked.stderr
+        return asked.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, command_line):
+    """A SuperLink and three SuperNodes on loopback; tests that use it are of the xdist group "flower"."""
+    folder = tmp_path_factory.mktemp("lab") / "federation"
+    lab = Lab(folder)
+    try:
+        rows = json.loads(command_line("flower", "up", "-n", "3", "--dir", str(folder), "--json"))
+        assert [r["process"] for r in rows if "worker" not in r["process"]] == [LINK, "site0", "site1", "site2"]
+        yield lab
+        pids = [told["pid"] for told in lab.processes().values() if told["pid"]]
+    finally:
+        lab.stop()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -106,9 +106,14 @@ def _shower(progress: Progress) -> Callable[[dict[str, Any]], None]:
     return show
 
 
-def _lab(folder: Path) -> Lab:
+def check_installed() -> None:
+    """Refuse to go on without Flower."""
     if not (importlib.util.find_spec("flwr") and importlib.util.find_spec("cryptography")):
-        raise ValueError("coterie flower needs Flower: pip install 'coterie[flower]'")
+        raise ValueError("this needs Flower: pip install 'coterie[flower]'")
+
+
+def _lab(folder: Path) -> Lab:
+    check_installed()
     from coterie.flower.lab import Lab
 
     return Lab(folder.resolve())
@@ -139,7 +144,9 @@ def _print(lab: Lab) -> None:
     if not rows:
         print(f"no federation is running in {lab.folder}")
         return
+    wide = max(len(row["process"]) for row in rows)
     for row in rows:
         state = "online" if row["online"] else ("running" if row["pid"] else "starting again")
-        print(f"{row['process']:<10} {state:<15} pid {row['pid'] or '-'}, started {row['starts']} times")
-    print(f"SuperLink at {lab.address}; logs in {lab.folder / 'logs'}; stop it with: coterie flower down")
+        print(f"{row['process']:<{wide}} {state:<15} pid {row['pid'] or '-'}, started {row['starts']} times")
+    print(f"SuperLink at {lab.address}; logs in {lab.folder / 'logs'}")
+    print("train on it with: coterie flower run examples/flower/ifca.toml; stop it with: coterie flower down")

@@ -178,6 +178,22 @@ def scale(
     display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
 
 
+@bench.command(name="flower")
+def bench_flower(
+    quick: Annotated[bool, typer.Option("--quick", help="One node only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for flower.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Seconds per round of a real federation on this machine, and the bytes on its wire."""
+    flower.check_installed()
+    from coterie.bench.flower import measure
+
+    rows = measure(quick=quick)
+    if out:
+        write_json(out / "flower.json", rows)
+    display.emit(rows, as_json, lambda: display.federations(rows))
+
+
 @app.command(name="list")
 def list_all(as_json: Json = False) -> None:
     """Methods, data sets, models and experiments that there are."""

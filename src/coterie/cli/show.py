@@ -186,6 +186,17 @@ def scales(rows: list[dict[str, Any]], slope: float) -> None:
     console.print(f"from 1,000 clients on, seconds grow with the number of clients to the power {slope:.2f}")
 
 
+def federations(rows: list[dict[str, Any]]) -> None:
+    """What a round of a real federation takes, one row per number of nodes."""
+    table = _table(">nodes", "resident workers", ">s/round", ">slowest", ">counted", ">on the wire", ">more")
+    for r in rows:
+        more = f"{100 * (r['wire_bytes'] / r['counted_bytes'] - 1):.1f} %"
+        seconds = f"{r['seconds']:.2f}", f"{r['slowest']:.2f}"
+        sizes = _bytes(r["counted_bytes"]), _bytes(r["wire_bytes"])
+        table.add_row(str(r["nodes"]), "yes" if r["workers"] else "no", *seconds, *sizes, more)
+    console.print(table)
+
+
 def tables(found: dict[str, dict[str, str]]) -> None:
     """Names and a line on each, a table per kind."""
     for kind, entries in found.items():

@@ -55,8 +55,8 @@ class Lab:
 
     @property
     def address(self) -> str:
-        """Of the SuperLink."""
-        return f"127.0.0.1:{self.settings['ports'][LINK]}"
+        """Where nodes reach the SuperLink."""
+        return f"127.0.0.1:{self.settings['entrance'] or self.settings['ports'][LINK]}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -65,12 +65,13 @@ class Lab:
         path = os.pathsep.join([tools, os.environ.get("PATH", "")])
         return {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "home"), "PATH": path}
 
-    def prepare(self, nodes: int, *, workers: bool = True) -> None:
+    def prepare(self, nodes: int, *, workers: bool = True, entrance: int = 0) -> None:
         """Make credentials and choose ports, once: a federation that is there already stays as it is.
 
         Args:
             nodes: How many.
             workers: Whether each node has a resident worker.
+            entrance: The port of a proxy through which nodes reach the SuperLink; 0 where there is none.
         """
         if (self.folder / "lab.json").exists():
             if (there := len(self.settings["nodes"])) != nodes:
@@ -84,7 +85,7 @@ class Lab:
             make_node_key(self.folder / "keys" / name)
         ports = dict(zip([LINK, *names], _free_ports(nodes + 1), strict=True))
         self._tell_flower(ports[LINK])
-        chosen = {"nodes": names, "ports": ports, "workers": workers}
+        chosen = {"nodes": names, "ports": ports, "workers": workers, "entrance": entrance}
         write_text(self.folder / "lab.json", json.dumps(chosen, indent=1) + "\n")
 
     def commands(self) -> dict[str, list[str]]:

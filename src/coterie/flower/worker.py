@@ -23,6 +23,8 @@ from coterie.flower.resident import ADDRESS, from_bytes, to_bytes
 
 log = logging.getLogger("coterie")
 
+KEPT = 4  # runs at once whose data stay loaded
+
 
 class Worker:
     """Answers for one node.
@@ -31,26 +33,22 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._key: Any = None
-        self._node: Node | None = None
+        self._nodes: dict[str, Node] = {}  # by all that they depend on
 
     def answer(self, told: dict[str, Any], content: RecordDict) -> RecordDict:
         """The node's answer to a message."""
-        return self._found(told).respond(str(told["kind"]), content)
+        kind = str(told.pop("kind"))
+        return self._found(told).respond(kind, content)
 
     def _found(self, told: dict[str, Any]) -> Node:
-        key = {name: value for name, value in told.items() if name != "kind"}
-        if self._node is None or key != self._key:
-            if self._key is not None:
-                forget(Path(self._key["file"]).parent)
-            self._key, self._node = None, None
-            context = Context(
-                run_id=told["run_id"], node_id=told["node_id"], node_config=told["node_config"], state=RecordDict(),
-                run_config=told["run_config"],
-            )  # fmt: skip
-            self._node = node_of(context, Path(told["file"]))
-            self._key = key
-        return self._node
+        key = json.dumps(told, sort_keys=True)
+        if key not in self._nodes:
+            for old in list(self._nodes)[: 1 - KEPT]:
+                del self._nodes[old]
+            file = Path(told.pop("file"))
+            forget(file.parent)
+            self._nodes[key] = node_of(Context(**told, state=RecordDict()), file)
+        return self._nodes[key]
 
 
 def serve(folder: Path) -> None:

@@ -1,0 +1,145 @@
+"""Seconds per round and bytes on the wire of a real Flower federation on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from coterie.cli.files import write_app
+from coterie.flower.lab import LINK, Lab
+from coterie.flower.submit import submit, watch
+from coterie.record import read_history
+
+NODES = (1, 3, 6)
+ROUNDS = 6  # of which the first, which has the start in it, does not count; the median of the others does
+PATIENCE = 180.0  # seconds until all nodes must be online
+ROWS = 600  # of a client; each node has one client
+CONFIG = f"""
+[algorithm]
+name = "ifca"
+k = 2
+tau = 5
+lr = 0.1
+init = "random"
+
+[task]
+kind = "classifier"
+model = {{ name = "mlp", sizes = [784, 200, 10] }}
+
+[run]
+rounds = {ROUNDS}
+evaluations = 1
+"""
+DATA = f"""
+import torch
+from coterie.federation import Federation
+
+def federation(context):
+    g = torch.Generator().manual_seed(context.node_config["partition-id"])
+    return Federation.from_clients([(torch.randn({ROWS}, 784, generator=g), torch.arange({ROWS}) % 10)])
+"""
+
+
+def measure(*, quick: bool = False) -> list[dict[str, Any]]:
+    """One row per number of nodes, with and without resident workers, as `coterie bench flower --json` prints them.
+
+    IFCA with k=2 on a 784-200-10 MLP, whose two models are 1.27 MB; each node has one client of 600 rows.
+    """
+    sizes = NODES[:1] if quick else NODES
+    return [_one(nodes, workers) for workers in (True, False) for nodes in sizes]
+
+
+def _one(nodes: int, workers: bool) -> dict[str, Any]:
+    with TemporaryDirectory() as folder, _federation(Path(folder) / "lab", nodes, workers) as (lab, meter):
+        app, out = Path(folder) / "app", Path(folder) / "run"
+        write_app(app)
+        (app / "data.py").write_text(DATA)
+        (app / "ifca.toml").write_text(CONFIG)
+        number = submit(lab, app / "ifca.toml", out, resume=False)
+        bytes_at: list[int] = []
+
+        def seen(event: dict[str, Any]) -> None:
+            if event["event"] == "round":
+                bytes_at.append(meter.bytes)
+
+        watch(lab, number, out, seen)
+        history = read_history(out)
+    counted = sum(r["bytes_down"] + r["bytes_up"] for r in history[1:])
+    return {
+        "nodes": nodes,
+        "workers": workers,
+        "seconds": statistics.median(r["seconds"] for r in history[1:]),
+        "slowest": max(r["seconds"] for r in history[1:]),
+        "counted_bytes": counted,
+        "wire_bytes": bytes_at[-1] - bytes_at[0],
+    }
+
+
+@contextlib.contextmanager
+def _federation(folder: Path, nodes: int, workers: bool) -> Iterator[tuple[Lab, Meter]]:
+    """A federation whose nodes reach the SuperLink through a meter."""
+    lab, meter = Lab(folder), Meter()
+    lab.prepare(nodes, workers=workers, entrance=meter.port)
+    meter.towards(lab.settings["ports"][LINK])
+    lab.start()
+    try:
+        end = time.monotonic() + PATIENCE
+        while len(lab.online()) < nodes:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{nodes} nodes were not online after {PATIENCE:.0f} s; see {folder / 'logs'}")
+            time.sleep(1)
+        yield lab, meter
+    finally:
+        lab.stop()
+        meter.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Meter:
+    """A port of loopback that passes everything on to another, both ways, and counts the bytes."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def towards(self, port: int) -> None:
+        """Begin to pass connections on to this port."""
+        threading.Thread(target=self._accept, args=(port,), daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _accept(self, port: int) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", port))
+            except OSError:  # the SuperLink is not there yet; the node will try again
+                near.close()
+                continue
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+                with self._lock:
+                    self.bytes += len(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

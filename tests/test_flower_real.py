@@ -1,0 +1,174 @@
+"""Whole runs on a real SuperLink and three real SuperNodes, against the simulator; also if they are killed."""
+
+import os
+import signal
+import subprocess
+import time
+import tomllib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import coterie as ct
+from coterie.config import build_algorithm, build_task
+from coterie.executors.vectorised import Vectorised
+from coterie.flower.lab import LINK
+from coterie.flower.submit import submit, watch
+from coterie.key import Key
+from coterie.record import read_history, read_result
+from coterie.run import CLIENTS, START
+
+pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("flower")]
+
+DIGITS = '[task]\nkind = "classifier"\nmodel = { name = "mlp", sizes = [64, 16, 10] }\n'
+CONFIGS = {
+    "fedavg": f'{DIGITS}[algorithm]\nname = "fedavg"\ntau = 5\n[run]\nrounds = 1\n',
+    "ifca": f'{DIGITS}[algorithm]\nname = "ifca"\nk = 4\ntau = 20\nlr = 0.5\ninit = "random"\n[run]\nrounds = 2\n',
+    "cfl": f'{DIGITS}[algorithm]\nname = "cfl"\ntau = 20\nlr = 0.3\nschedule = [1]\nholdout = 0.0\n[run]\nrounds = 2\n',
+    "mixed_regression": """
+        [task]
+        kind = "regressor"
+        model = { name = "linear", inputs = 3, outputs = 1 }
+        [algorithm]
+        name = "mixed_regression"
+        k = 2
+        init = { name = "moment_descent", rounds = 1, reuse = true, ell = 8 }
+        [run]
+        rounds = 1
+    """,
+    "kfed": '[algorithm]\nname = "kfed"\nk = 3\n[run]\nrounds = 1\n',
+    "uifca": """
+        [task]
+        kind = "density"
+        model = { name = "affine_flow", inputs = 4 }
+        [algorithm]
+        name = "uifca"
+        k = 3
+        restarts = 2
+        init = "random"
+        [run]
+        rounds = 2
+    """,
+}
+DATA = '''
+import coterie as ct
+
+def whole(name):
+    """The clients of all nodes."""
+    if name == "mixed_regression":
+        return ct.data.mixed_regression(
+            k=2, d=3, seed=1, anchors=6, anchor_rows=60, pairs=14, rest=22, rest_rows=(2, 3, 6, 11)
+        )
+    if name in ("kfed", "uifca"):
+        return ct.data.gaussian_clusters(k=3, p=0.5, seed=2, clients=6, points=100, d=4, separation=6.0)
+    return ct.data.rotated_digits(clients=12, seed=0)
+
+def federation(context):
+    clients = whole(context.run_config["config"].removesuffix(".toml"))
+    each = len(clients) // context.node_config["num-partitions"]
+    i = context.node_config["partition-id"]
+    return clients.select(range(i * each, (i + 1) * each))
+'''
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory, command_line):
+    """An app with a configuration for each algorithm."""
+    folder = tmp_path_factory.mktemp("app") / "mine"
+    assert "fill in federation()" in command_line("flower", "init", str(folder))
+    (folder / "data.py").write_text(DATA)
+    for name, text in CONFIGS.items():
+        (folder / f"{name}.toml").write_text(text)
+    return folder
+
+
+def simulated(app, name):
+    """The algorithm, and the cohort of the nodes' clients in the simulator: named after their sites."""
+    tables = tomllib.loads((app / f"{name}.toml").read_text())
+    algorithm = build_algorithm(tables["algorithm"])
+    task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
+    space = {}
+    exec(DATA, space)
+    clients = space["whole"](name)
+    each = len(clients) // 3
+    ids = tuple(f"site{i // each}/{i % each}" for i in range(len(clients)))
+    federation = ct.Federation(clients.train, clients.test, clients.groups, ids)
+    return algorithm, task, federation, tables["run"]
+
+
+def assert_same(out, labels, models):
+    assert read_result(out)["labels"] == labels
+    found = load_file(out / "final" / "models.safetensors")
+    assert found.keys() == models.keys()
+    for name, x in models.items():
+        assert torch.allclose(found[name], x, rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("names", list(zip(list(CONFIGS)[::2], list(CONFIGS)[1::2], strict=True)))
+def test_an_algorithm_does_on_nodes_what_it_does_in_the_simulator(names, lab, app, tmp_path):
+    runs = {name: submit(lab, app / f"{name}.toml", tmp_path / name, resume=False) for name in names}  # side by side
+    for name, number in runs.items():
+        events = []
+        watch(lab, number, tmp_path / name, events.append)
+        algorithm, task, federation, asked = simulated(app, name)
+        run = ct.fit(algorithm, task, federation, **asked)
+        assert_same(tmp_path / name, run.labels.tolist(), algorithm.models(run.state))
+        history = read_history(tmp_path / name)
+        assert [r["participants"] for r in history] == [r["participants"] for r in run.history]
+        assert not [e for e in events if e["event"] == "log" and "left out" in e["message"]], events
+
+
+def until_all_are_online(lab, seconds=120):
+    end = time.monotonic() + seconds
+    while len(online := lab.online()) < 3:
+        assert time.monotonic() < end, online
+        time.sleep(1)
+
+
+def server_of(lab):
+    """The process of the ServerApp: a child of the process that the SuperLink starts for it."""
+    parent = lab.processes()[LINK]["pid"]
+    for _ in range(2):
+        asked = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True)
+        parent = int(asked.stdout.split()[0])
+    return parent
+
+
+def test_a_run_outlives_a_node_its_server_and_its_superlink(lab, app, tmp_path):
+    out, config = tmp_path / "killed", app / "killed.toml"
+    config.write_text(CONFIGS["ifca"].replace("rounds = 2", "rounds = 6"))
+    project = app / "pyproject.toml"
+    project.write_text(project.read_text().replace("deadline = 120.0", "deadline = 40.0"))
+    heard = []
+
+    def kill_a_node_then_the_server(event):
+        heard.append(event)
+        if event["event"] == "round" and event["round"] == 1:
+            os.kill(lab.processes()["site2"]["pid"], signal.SIGKILL)
+        elif event["event"] == "round" and event["participants"] == 8:
+            os.kill(server_of(lab), signal.SIGKILL)
+
+    def kill_the_superlink(event):
+        if event["event"] == "round":
+            os.kill(lab.processes()[LINK]["pid"], signal.SIGKILL)
+
+    with pytest.raises(ValueError, match="go on with --resume"):
+        watch(lab, submit(lab, config, out, resume=False), out, kill_a_node_then_the_server)
+    assert any("site 'site2' is left out" in e.get("message", "") for e in heard)
+    until_all_are_online(lab)
+    with pytest.raises(ValueError, match="go on with --resume"):
+        watch(lab, submit(lab, config, out, resume=True), out, kill_the_superlink)
+    until_all_are_online(lab)
+    watch(lab, submit(lab, config, out, resume=True), out, lambda event: None)
+
+    algorithm, task, federation, _ = simulated(app, "killed")
+    cohort = Vectorised(federation, task, Key.of(0).fold(CLIENTS), torch.device("cpu"))
+    state = algorithm.start(task, cohort.at(0), Key.of(0).fold(START))
+    history = read_history(out)
+    assert [row["round"] for row in history] == [1, 2, 3, 4, 5, 6]
+    assert {row["participants"] for row in history} == {8, 12} and history[-1]["participants"] == 12
+    for t, row in enumerate(history):
+        there = cohort if row["participants"] == 12 else cohort.without(torch.arange(8, 12))
+        state, _ = algorithm.round(state, there.at(t))
+    assert_same(out, algorithm.labels(state).tolist(), algorithm.models(state))
