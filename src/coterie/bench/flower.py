@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from coterie.cli.files import write_app
 from coterie.flower.lab import LINK, Lab
 from coterie.flower.submit import submit, watch
+from coterie.flower.template import write_app
 from coterie.record import read_history
 
 NODES = (1, 3, 6)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from coterie.cli import show as display
-from coterie.cli.files import APP, read_toml, write_app
+from coterie.cli.files import read_toml
 from coterie.progress import Progress
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Where; made if it is not there.")],
 ) -> None:
     """Write a small app that works: put your own data into its data.py."""
+    check_installed()
+    from coterie.flower.template import APP, write_app
+
     write_app(folder)
     print(f"wrote {', '.join(APP)} to {folder}")
     print("fill in federation() in data.py: it returns what a node has. Then:")
