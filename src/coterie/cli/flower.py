@@ -131,7 +131,7 @@ def _wait(lab: Lab, nodes: int) -> None:
                 missing = ", ".join(n for n in lab.settings["nodes"] if n not in online)
                 raise ValueError(f"not online after {PATIENCE:.0f} s: {missing}; see {lab.folder / 'logs'}")
             line.update(f"{len(online)} of {nodes} nodes online")
-            time.sleep(0.5)
+            time.sleep(1)  # asking is a process of Flower's own, which takes one, too
 
 
 def _rows(lab: Lab) -> list[dict[str, Any]]:
