@@ -20,7 +20,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid as FlowerGrid
 from flwr.serverapp import ServerApp
 
-from coterie.config import build_algorithm, build_task
+from coterie.config import build_algorithm, build_secure, build_task
 from coterie.executors.flower import Flower, Grid, Language, enrol
 from coterie.flower.steps import describe_step, types_of
 from coterie.precision import check_precision
@@ -29,7 +29,7 @@ from coterie.settings import nearest_name, setting, validate
 
 log = logging.getLogger("coterie")
 
-RUN = ("rounds", "seed", "precision", "evaluations")
+RUN = ("rounds", "seed", "precision", "evaluations", "secure")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
     algorithm = build_algorithm(tables.get("algorithm", {}))
     task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
     precision = check_precision(asked.get("precision", "float32"), torch.device("cpu"))
-    roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline)
+    secure = build_secure(asked["secure"]) if "secure" in asked else None
+    # Under a secure sum there is nothing that true groups could be compared with.
+    roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline, groups=secure is None)
     roster.federation.check(task)
     log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
     out = Path(settings.out).expanduser().absolute() if settings.out else None
@@ -107,7 +109,8 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
             precision=precision,
         ),
         algorithm,
-        **{name: value for name, value in asked.items() if name != "precision"},
+        **{name: value for name, value in asked.items() if name not in ("precision", "secure")},
+        secure=secure,
         out=out,
         resume=settings.resume,
     )
