@@ -266,9 +266,11 @@ def _secured(cohort: Cohort, secure: SecureSum) -> Cohort:
     check_type("fit: secure", secure, SecureSum)
     validate(secure)
     if cohort.remote:
-        from coterie.executors.flower_secure import SecureFlower as Secure
-    else:
-        from coterie.secure.cohort import Secure
+        from coterie.executors.flower_secure import secured
+
+        return secured(cohort, secure)
+    from coterie.secure.cohort import Secure
+
     return Secure(cohort, secure)
 
 

@@ -91,6 +91,13 @@ class SecureFlower(Secure):
         return Terms(nodes, needed, wanted.min_members, slots, who="nodes")
 
 
+def secured(cohort: Cohort, settings: SecureSum) -> SecureFlower:
+    """The secure sum of clients that are elsewhere, for which there is but one way: Flower."""
+    if not isinstance(cohort, Flower):
+        raise ValueError(f"secure sum: clients that are elsewhere must be reached by Flower, got {cohort.executor}")
+    return SecureFlower(cohort, settings)
+
+
 class Session:
     """The server's messages in one session, and what nodes say to them.
 
@@ -152,7 +159,7 @@ class Session:
         """Send a message to each of these sites; what those say that answer."""
         kind = f"{TYPE['combine']}.{self.step.__name__}"
         for content in contents.values():
-            about = content.get(SECURE, ConfigRecord())
+            about: Any = content.get(SECURE, {})
             content[SECURE] = ConfigRecord({**about, **self._words, "exchange": name})
         nodes = self.cohort.roster.nodes
         requests = {s: (nodes[s], kind, content) for s, content in contents.items()}

@@ -61,7 +61,8 @@ def put_payload(content: RecordDict, payload: Mapping[int, bytes]) -> None:
     """
     size = len(next(iter(payload.values()), b""))
     rows = np.frombuffer(bytearray().join(payload.values()), np.uint8).reshape(len(payload), size)
-    put_tree(content, "payload", {"about": torch.tensor(list(payload), dtype=torch.long), "bytes": torch.from_numpy(rows)})
+    about = torch.tensor(list(payload), dtype=torch.long)
+    put_tree(content, "payload", {"about": about, "bytes": torch.from_numpy(rows)})
 
 
 def get_payload(content: RecordDict) -> Payload:
@@ -172,6 +173,6 @@ def _sheet(seat: Seat, found: Reply) -> Sheet:
     except ValueError as error:
         log.warning(str(error))  # here, for it says which client and how much
         raise ValueError(
-            f"secure sum: what a client would send is not finite or above clip = {seat.clip:g}; the node's log says more"
+            f"secure sum: what a client sends is not finite or above clip = {seat.clip:g}; its node's log says more"
         ) from None
     return Sheet(sum((s.head for s in sheets[1:]), sheets[0].head), sum((s.body for s in sheets[1:]), sheets[0].body))
