@@ -518,6 +518,29 @@ def test_a_run_that_has_too_few_left_goes_on_later(grid, tmp_path):
         assert_close(a, b)
 
 
+def test_a_run_goes_on_where_a_third_is_gone_after_the_keys_are_exchanged(grid, task):
+    """In round 2 two nodes exchange keys and shares and are not heard of again; in round 3 they are back."""
+    algorithm, gone, key = ct.FedAvg(tau=2), {69, 66}, Key.of(0)
+    answers = dict.fromkeys(gone, 0)
+
+    def spoil(node, answer):
+        answers[node] = answers.get(node, 0) + 1
+        return None if node in gone and answers[node] == 5 + 3 else answer
+
+    grid.spoil = spoil
+    clients = partial(cohort_on, grid, task, deadline=0.1)
+    run = fit_on(clients, algorithm, rounds=3, evaluations=1, secure=ct.SecureSum())
+    assert [row["members"] for row in run.history] == [[12]] * 3
+    grid.spoil = None
+    cohort = cohort_on(grid, task, key.fold(1))
+    state = algorithm.start(task, cohort.at(0), key.fold(0))
+    for t in range(3):
+        some = cohort.without(torch.tensor([2, 3, 8, 9])) if t == 1 else cohort
+        state, report = algorithm.round(state, some.at(t))
+        assert run.history[t]["loss"] == pytest.approx(float(report.loss.mean()), rel=1e-5)
+    assert_close(algorithm.models(state), tree_map(lambda x: x[None], run.models[0]))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
