@@ -356,7 +356,7 @@ def test_a_module_of_ones_own_is_refused():
 def test_a_node_does_only_what_it_knows(task, ragged, on_flower):
     cohort = on_flower(ragged, task)
     node, shared = cohort.grid.nodes[9], {"theta": task.init(Key.of(0)), "lr": torch.tensor(0.1)}
-    content = cohort._request(ct.FedAvg().step, shared, 1, torch.arange(3), None)
+    content = cohort.request(ct.FedAvg().step, shared, 1, torch.arange(3), None)
     for change, said in (
         ({"owner": "os"}, "not known here"),
         ({"step": "round"}, "no client step"),

@@ -78,6 +78,7 @@ class Cohort(ABC):
     """
 
     remote = False  # whether clients are elsewhere, and can go back no further than to the round before
+    sums_only = False  # whether the server is told nothing but sums, not even to score
     leads = True  # of several processes that do one run, whether this is the one that writes and speaks
 
     def __init__(
@@ -200,6 +201,19 @@ class Cohort(ABC):
                 self._charge(down * len(at), nbytes(reply))
                 replies = _put(replies, reply, at, len(self))
         return replies
+
+    def combine_own(self, step: Step, shared: dict[str, Any], choose: Step, on: str, *, slots: int) -> Sums:
+        """As `combine`, where every client is sent the row of `shared` that it would choose for itself.
+
+        Args:
+            step: A method `step(task) -> ClientStep`.
+            shared: What is sent, among it "theta": one model for each slot.
+            choose: A step that is sent these models and replies with a slot.
+            on: The rows on which clients choose, "train" or "test".
+            slots: The number of sums.
+        """
+        rows = self.on(on).gather(choose, shared["theta"], slots=slots).slot.cpu()
+        return self.combine(step, shared, slots=slots, rows=rows)
 
     @abstractmethod
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:

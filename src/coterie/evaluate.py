@@ -116,6 +116,29 @@ class PointScores(Scores):
 
 
 @dataclass(frozen=True)
+class SummedScores(Scores):
+    """What is known of scores where the server is told sums only: no client's score, and nobody's cluster (-1).
+
+    Attributes:
+        total: The sum of the scores of the clients of each cluster (k,).
+        count: How many clients are in it (k,); 0 for a cluster that is not opened.
+    """
+
+    total: np.ndarray
+    count: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """The mean over the clients of all clusters that are opened; NaN where none is."""
+        return float(self.total.sum() / n) if (n := self.count.sum()) else float("nan")
+
+    @property
+    def per_cluster(self) -> dict[int, float]:
+        """The mean over the clients of each cluster that is opened."""
+        return {int(j): float(self.total[j] / self.count[j]) for j in np.flatnonzero(self.count)}
+
+
+@dataclass(frozen=True)
 class Scorer:
     """The client's side of an evaluation."""
 
@@ -131,6 +154,16 @@ class Scorer:
             score = (task.score(theta, local.data) * local.data.mask).sum() / rows
             note = {"score": score, "loss": mean_loss(task, theta, local.data)}
             return Reply((), rows, torch.zeros((), dtype=torch.long), note)
+
+        return ClientStep(run)
+
+    def tally(self, task: Task) -> ClientStep:
+        """Add the score on the client's rows to those of its cluster; a client without rows adds nothing."""
+
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            rows = local.data.mask.sum()
+            score = (task.score(sent["theta"], local.data) * local.data.mask).sum() / rows.clamp(min=1)
+            return Reply({"score": score}, (rows > 0).float(), sent["label"], {})
 
         return ClientStep(run)
 
@@ -162,6 +195,17 @@ class PointScorer:
 
         return ClientStep(run, inner.draw)
 
+    def tally(self, task: Task) -> ClientStep:
+        """Add what the client's points score to what all clients' do."""
+        inner = self.score(task)
+
+        def run(theta: Params, local: Local) -> Reply:
+            rows, own = local.data.mask.sum(), inner.run(theta, local)
+            update = {"score": own.note["score"].nan_to_num()}
+            return Reply(update, (rows > 0).float(), torch.zeros((), dtype=torch.long), {})
+
+        return ClientStep(run, inner.draw)
+
 
 Along = Literal["leaf", "root", "path"]
 
@@ -186,6 +230,8 @@ def evaluate(
     if choose_on not in ("train", "test"):
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
     aside = cohort.uncharged()
+    if cohort.sums_only and along == "leaf":
+        return _summed(algorithm, state, aside, choose_on)
     if isinstance(algorithm, PointAlgorithm):
         return _points(algorithm, state, aside, choose_on)
     labels = algorithm.place(state, aside.on(choose_on))
@@ -201,6 +247,30 @@ def evaluate(
         groups=None if groups is None else groups[cohort.clients].numpy(),
         loss=note["loss"].cpu().numpy(),
         chosen_on=choose_on,
+    )
+
+
+def _summed(algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: str) -> SummedScores:
+    """Scores by cluster, of clients that tell neither theirs nor their cluster."""
+    models, test = algorithm.models(state), cohort.on("test")
+    k = len(next(iter(models.values())))
+    sent = {"theta": models, "label": torch.arange(k)}
+    if isinstance(algorithm, PointAlgorithm):
+        sums = test.combine(PointScorer(algorithm, groups=0).tally, models)
+    elif (choose := getattr(algorithm, "choose", None)) is not None:
+        sums = test.combine_own(Scorer().tally, sent, choose, choose_on, slots=k)
+    else:  # where they are in follows from who they are
+        sums = test.combine(Scorer().tally, sent, slots=k, rows=algorithm.place(state, cohort.on(choose_on)))
+    nobodys = np.full(len(cohort), np.nan, dtype=np.float32)
+    return SummedScores(
+        metric=cohort.task.metric,
+        per_client=nobodys,
+        labels=np.full(len(cohort), -1),
+        groups=None,
+        loss=nobodys,
+        chosen_on=choose_on,
+        total=sums.update["score"].cpu().numpy(),
+        count=sums.weight.cpu().numpy(),
     )
 
 

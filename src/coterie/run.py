@@ -263,10 +263,14 @@ def _check(
 def _secured(cohort: Cohort, secure: SecureSum) -> Cohort:
     if find_spec("cryptography") is None:
         raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
-    from coterie.secure.cohort import Secure
-
     check_type("fit: secure", secure, SecureSum)
     validate(secure)
+    if cohort.remote:
+        from coterie.executors.flower_secure import secured
+
+        return secured(cohort, secure)
+    from coterie.secure.cohort import Secure
+
     return Secure(cohort, secure)
 
 

@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -126,14 +126,12 @@ class Flower(Cohort):
         self, verb: Verb, step: Step, shared: Any, slots: int, rows: Tensor | None
     ) -> list[tuple[Tensor, dict[str, Any]]]:
         """Every site's positions in the cohort and its answer, in the order of the sites; or an exception."""
-        sites = self.roster.site[self.clients]
-        at = {int(s): (sites == s).nonzero().flatten() for s in sites.unique()}
-        online = set(self.grid.get_node_ids())
-        away = {s: "its node is not there" for s in at if self.roster.nodes[s] not in online}
+        at = self.by_site()
+        away = self.away(at)
         self._settle(away, at, len(at) - len(away))  # before anything is sent
         kind = f"{TYPE[verb]}.{step.__name__}"
         requests = {
-            s: (self.roster.nodes[s], kind, self._request(step, shared, slots, own, rows)) for s, own in at.items()
+            s: (self.roster.nodes[s], kind, self.request(step, shared, slots, own, rows)) for s, own in at.items()
         }
         answers, faults = dict[int, Any](), dict[int, str]()
         for s, message in exchange(self.grid, requests, self.deadline).items():
@@ -143,7 +141,17 @@ class Flower(Cohort):
         self._settle({s: why for s, why in faults.items() if why}, at, len(believed))
         return [(at[s], answers[s]) for s in believed]
 
-    def _request(self, step: Step, shared: Any, slots: int, at: Tensor, rows: Tensor | None) -> RecordDict:
+    def by_site(self) -> dict[int, Tensor]:
+        """The positions in the cohort of each site's clients."""
+        sites = self.roster.site[self.clients]
+        return {int(s): (sites == s).nonzero().flatten() for s in sites.unique()}
+
+    def away(self, sites: Iterable[int]) -> dict[int, str]:
+        """Which of these sites cannot be asked, and why."""
+        online = set(self.grid.get_node_ids())
+        return {s: "its node is not there" for s in sites if self.roster.nodes[s] not in online}
+
+    def request(self, step: Step, shared: Any, slots: int, at: Tensor, rows: Tensor | None) -> RecordDict:
         """The message for a site with the clients at these positions: of `shared`, only the rows that they need."""
         content = RecordDict()
         if rows is not None:
@@ -171,16 +179,20 @@ class Flower(Cohort):
 
     def _read(self, message: Message | None, asked: Asked, types: Mapping[str, type]) -> tuple[Any, str]:
         """A node's answer, and what is wrong with it."""
-        if message is None:
-            return None, f"it did not answer within {self.deadline:g} s"
-        if message.has_error():
-            return None, f"it failed: {message.error.reason}"
+        if message is None or message.has_error():
+            return None, self.silence(message)
         try:
             answer = get_tree(message.content, "answer", types)
         except ValueError as error:
             return None, str(error)
         self._charge(0, nbytes(answer))
         return answer, checks.fault(answer, asked)
+
+    def silence(self, message: Message | None) -> str:
+        """Why there is no answer to read; "" where there is one."""
+        if message is None:
+            return f"it did not answer within {self.deadline:g} s"
+        return f"it failed: {message.error.reason}" if message.has_error() else ""
 
     def _believed(self, answers: dict[int, Any], faults: dict[int, str], at: dict[int, Tensor]) -> list[int]:
         """The sites whose answers stand up to comparison with the others', in order; says of the rest why not."""
@@ -193,14 +205,18 @@ class Flower(Cohort):
         return [s for s in fine if not faults[s]]
 
     def _settle(self, faults: dict[int, str], at: dict[int, Tensor], heard: int) -> None:
-        """Name and count the sites that are left out; where there are any, the work must be done without them."""
-        for s, why in sorted(faults.items()):
-            self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
-            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {why}")
+        """Name the sites that are left out; where there are any, the work must be done without them."""
+        self.blame(faults)
         if heard < min(self.min_replies, len(at)) or not heard:
             raise TooFew(f"flower: {heard} of {len(at)} nodes have answered, {self.min_replies} are needed")
         if faults:
             raise Absent(torch.cat([self.clients[at[s]] for s in sorted(faults)]))
+
+    def blame(self, faults: Mapping[int, str]) -> None:
+        """Name and count the sites that are left out."""
+        for s, why in sorted(faults.items()):
+            self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
+            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {why}")
 
     def _in_order(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """What sites sent for each of their clients, as one tree in the cohort's order."""
@@ -217,8 +233,15 @@ def plain_task(task: Task) -> str:
     return json.dumps(task.spec)
 
 
-def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0) -> Roster:
+def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups: bool = True) -> Roster:
     """Wait for so many nodes and ask them who their clients are. A node that cannot tell is left out.
+
+    Args:
+        grid: Flower's.
+        task: What is learnt.
+        nodes: How many to wait for.
+        deadline: Seconds that they have to come, and then to answer.
+        groups: Whether they also tell the true groups, where a generator knows them.
 
     Raises:
         TooFew: They have not come, or not answered, in time; says what each said.
@@ -228,7 +251,7 @@ def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0) -> Ros
         if time.monotonic() > end:
             raise TooFew(f"flower: {len(there)} of {nodes} nodes came within {deadline:g} s")
         time.sleep(POLL)
-    content = RecordDict({"task": ConfigRecord({"task": plain_task(task)})})
+    content = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": groups})})
     told, faults = [], []
     for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in there}, deadline).items():
         try:

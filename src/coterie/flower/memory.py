@@ -88,6 +88,31 @@ class Memory:
         if self.folder is not None:
             snapshot.write_text(self._folder(run) / "chunks.json", json.dumps(chunks))
 
+    def load_session(self, run: str) -> dict[str, Any] | None:
+        """Where the node stands in a secure sum; None where it takes part in none."""
+        if self.folder is None or not (file := self._session(run)).is_file():
+            return None
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def save_session(self, run: str, plain: dict[str, Any]) -> None:
+        """Keep it until the next message, for nobody else to read.
+
+        Raises:
+            ValueError: There is nowhere to keep it.
+        """
+        if self.folder is None:
+            raise ValueError(f"site '{self.site}': a secure sum has secrets to keep; give the node a 'memory' folder")
+        with snapshot.atomic(self._session(run)) as part:
+            part.touch(mode=0o600)
+            part.write_text(json.dumps(plain), encoding="utf-8")
+
+    def drop_session(self, run: str) -> None:
+        """Forget it."""
+        self._session(run).unlink()
+
+    def _session(self, run: str) -> Path:
+        return self._folder(run) / "session.json"
+
     def _valid(self, moment: Moment) -> list[Path]:
         """The versions that count at this moment, the newest last; those that do not are thrown away."""
         valid = []

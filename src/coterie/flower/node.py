@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
+from coterie.client import Reply
 from coterie.cohort import Cohort, Ledger, Step
 from coterie.config import build_task
 from coterie.executors import find_device
 from coterie.executors.fused import Fused
 from coterie.federation import Federation
+from coterie.flower import secure
 from coterie.flower.data_file import load_federation
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.records import get_tree, put_tree
@@ -42,8 +45,10 @@ class Node:
 
     def enrol(self, content: RecordDict) -> RecordDict:
         """Say who the clients are, and how many rows each has."""
-        self.federation.check(_task(str(_words(content, "task")["task"])))
-        site = Site.of(self.site, self.federation)
+        told = _words(content, "task")
+        self.federation.check(_task(str(told["task"])))
+        known = self.federation if told.get("groups", True) else dataclasses.replace(self.federation, groups=None)
+        site = Site.of(self.site, known)
         return RecordDict({"site": ConfigRecord({"site": json.dumps(site.to_plain())})})
 
     def respond(self, kind: str, content: RecordDict) -> RecordDict:
@@ -52,7 +57,18 @@ class Node:
         return self.enrol(content) if action == "enrol" else self.answer(category, content)
 
     def answer(self, category: str, content: RecordDict) -> RecordDict:
-        """Run a step on the clients that are asked for: sums for "train", every reply for "query"."""
+        """Run a step on the clients that are asked for: sums for "train", every reply for "query".
+
+        A message of a secure sum is answered with nothing but what that says, whatever its category.
+        """
+        if secure.SECURE in content:
+            told = _words(content, secure.SECURE)
+            return secure.answer(self.memory, told, content, lambda: Reply(**self._step("query", content)))
+        reply = RecordDict()
+        put_tree(reply, "answer", self._step(category, content))
+        return reply
+
+    def _step(self, category: str, content: RecordDict) -> dict[str, Any]:
         told = _words(content, "step")
         step = rebuild_step(told)
         types = types_of(step)
@@ -61,15 +77,15 @@ class Node:
         moment = Moment(str(told["run"]), int(told["unit"]), str(told["attempt"]))
         cohort = self._cohort(told)
         self._recall(cohort.ledger, moment, types)
+        if "choose" in content:
+            rows = _chosen(cohort, _words(content, "choose"), shared, int(told["slots"]))
         memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
         answer = _run(category, cohort, step, shared, int(told["slots"]), rows)
         if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
             self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
         if len(cohort.ledger.chunks) > chunks:
             self.memory.save_chunks(moment.run, cohort.ledger.chunks)
-        reply = RecordDict()
-        put_tree(reply, "answer", answer)
-        return reply
+        return answer
 
     def _recall(self, ledger: Ledger, moment: Moment, types: dict[str, type]) -> None:
         """Have clients remember what they kept, whatever their order was then."""
@@ -106,6 +122,12 @@ def _run(category: str, cohort: Cohort, step: Step, shared: Any, slots: int, row
         return {"update": sums.update, "weight": sums.weight, "note": sums.note}
     reply = cohort.gather(step, shared, slots=slots, rows=rows)
     return {"update": reply.update, "weight": reply.weight, "slot": reply.slot, "note": reply.note}
+
+
+def _chosen(cohort: Cohort, told: dict[str, Any], shared: Any, slots: int) -> torch.Tensor:
+    """The row of what was sent that every client takes, as it finds on its own."""
+    rows = "test" if told["on"] == "test" else "train"
+    return cohort.on(rows).gather(rebuild_step(told), shared["theta"], slots=slots).slot.cpu()
 
 
 def _words(content: RecordDict, name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid as FlowerGrid
 from flwr.serverapp import ServerApp
 
 from coterie.algorithms.base import Algorithm
-from coterie.config import build_algorithm, build_task
+from coterie.config import build_algorithm, build_secure, build_task
 from coterie.executors.flower import Flower, Grid, Language, enrol, plain_task
 from coterie.flower.data_file import find_data_file
 from coterie.flower.steps import describe_step, types_of
@@ -31,7 +31,7 @@ from coterie.task import Task
 
 log = logging.getLogger("coterie")
 
-RUN = ("rounds", "seed", "precision", "evaluations")
+RUN = ("rounds", "seed", "precision", "evaluations", "secure")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Asked(NamedTuple):
 
     algorithm: Algorithm
     task: Task
-    run: dict[str, Any]  # rounds, seed, evaluations
+    run: dict[str, Any]  # rounds, seed, evaluations, secure
     precision: Precision
 
 
@@ -99,6 +99,8 @@ def parse(tables: dict[str, Any]) -> Asked:
     algorithm = build_algorithm(tables.get("algorithm", {}))
     task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
     plain_task(task)  # or nodes could not build it
+    if "secure" in run:
+        run["secure"] = build_secure(run["secure"])
     return Asked(algorithm, task, run, check_precision(run.pop("precision", "float32"), torch.device("cpu")))
 
 
@@ -111,7 +113,8 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
         tables: The contents of the config.toml.
     """
     algorithm, task, asked, precision = parse(tables)
-    roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline)
+    # Under a secure sum there is nothing that true groups could be compared with.
+    roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline, groups="secure" not in asked)
     roster.federation.check(task)
     log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
     out = Path(settings.out).expanduser().absolute() if settings.out else None

@@ -25,7 +25,7 @@ def steps_of(owner: type) -> tuple[str, ...]:
 
     Example:
         >>> steps_of(Scorer)
-        ('score', 'score_ensemble')
+        ('score', 'score_ensemble', 'tally')
     """
     public = ((n, f) for n, f in inspect.getmembers(owner, inspect.isfunction) if not n.startswith("_"))
     return tuple(n for n, f in public if f.__annotations__.get("return") == ClientStep.__name__)

@@ -58,6 +58,12 @@ class Secure(Cohort):
         """The inner cohort's."""
         return self._inner.executor
 
+    def attempt(self, unit: int) -> Self:
+        """As the inner cohort's."""
+        other = self._but()
+        other._inner = self._inner.attempt(unit)
+        return other
+
     def uncharged(self) -> Cohort:
         """The same clients in the open: what a real federation would not exchange need not be masked either."""
         return self._inner.uncharged()
@@ -69,11 +75,11 @@ class Secure(Cohort):
         at = torch.tensor([self._position(i) for i in here], dtype=torch.long)
         inner = self._inner.uncharged().only(at)  # who is gone computes nothing
         reply = inner.gather(step, shared, rows=None if rows is None else rows[at])
-        code = Code.of(self._settings, len(self), reply, slots, step_name(step))
+        code = Code.of(self._settings.clip, len(self), reply, slots, step_name(step))
         # From here to the session every row of `reply` is with its own client, and the server has none of them.
         sheets = {i: code.sheet(take(reply, row), self.federation.name(i)) for row, i in enumerate(here)}
         opened = session.add(sheets)
-        self._account(session, self._sent(shared, rows)[1] * len(here), opened)
+        self._account(session.server.transcript, self._sent(shared, rows)[1] * len(here), opened)
         return tree_map(lambda x: x.to(self.device), code.sums(opened, len(self)))
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
@@ -95,9 +101,8 @@ class Secure(Cohort):
     def _position(self, i: int) -> int:
         return int((self.clients == i).nonzero()[0])
 
-    def _account(self, session: Session, down: int, opened: Opened) -> None:
+    def _account(self, transcript: Transcript, down: int, opened: Opened) -> None:
         """Count bytes, and say what the server can say of a session that did not go as usual."""
-        transcript = session.server.transcript
         self._charge(down + transcript.bytes_down, transcript.bytes_up)
         self._witness(transcript)
         if gone := len(self) - len(opened.clients):
@@ -117,23 +122,34 @@ class Code(NamedTuple):
     clip: float
     bits: int  # behind the point
     slots: int
-    update: Any  # the form of what is added up to one slot: empty tensors
+    update: Any  # the form of what is added up to one slot: tensors with a shape and no numbers
     note: dict[str, Tensor]  # the form of one client's
 
     @classmethod
-    def of(cls, settings: SecureSum, clients: int, reply: Reply, slots: int, name: str) -> Code:
-        """The code for replies like these."""
+    def of(cls, clip: float, clients: int, reply: Reply, slots: int, name: str) -> Code:
+        """The code for so many clients' replies like these; it looks at their form only, so there may be none."""
         for note in reply.note:
             if note not in AVERAGED + HIDDEN:
                 raise ValueError(
                     f"secure sum: {name} tells the server every client's '{note}', and of a secure sum it gets nothing "
                     "but sums; choose another method, or leave secure out"
                 )
-        bits = math.floor(ROOM - math.log2(clients * settings.clip))
+        bits = math.floor(ROOM - math.log2(clients * clip))
         if bits < LEAST:
-            raise ValueError(f"secure sum: clip = {settings.clip:g} leaves {clients} clients too few bits; lower it")
-        update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :]), reply.update)
-        return cls(settings.clip, bits, slots, update, tree_map(lambda x: x.new_empty(x.shape[1:]), reply.note))
+            raise ValueError(f"secure sum: clip = {clip:g} leaves {clients} clients too few bits; lower it")
+        update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :], device="meta"), reply.update)
+        note = tree_map(lambda x: x.new_empty(x.shape[1:], device="meta"), reply.note)
+        return cls(clip, bits, slots, update, note)
+
+    @property
+    def head(self) -> int:
+        """How many numbers the head of a sheet has."""
+        return self.slots + sum(self.note[n].numel() for n in self._averaged())
+
+    @property
+    def width(self) -> int:
+        """How many numbers each row of its body has: those of an update, and the weight."""
+        return sum(x.numel() for x in leaves(self.update)) + 1
 
     def sheet(self, reply: Reply, who: str) -> Sheet:
         """One client's reply, on the client."""

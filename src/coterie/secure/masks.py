@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from coterie.key import Key
 
 SECRET = 32  # bytes of a seed, of a secret key and of a public key
+TAG = 16  # bytes by which a sealed message is longer
 
 Entropy = Callable[[int], bytes]  # so many random bytes; `os.urandom` wherever there is something to protect
 

@@ -18,6 +18,8 @@ slot that too few have chosen. So there are five exchanges, one more than in the
     3  counts  up: a share of each client's seed for  down: how many chose each slot
                counts, or of its secret key
     4  sums    up: shares of the seeds of the slots that enough have chosen
+
+A party may also speak for several clients, as a node of a federation does for its own: its numbers are their sum.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,16 +51,18 @@ class Terms(NamedTuple):
     """What all parties to a session know beforehand.
 
     Attributes:
-        invited: How many clients are asked.
+        invited: How many parties are asked.
         needed: How many must answer every exchange.
         min_members: How many clients must have chosen a slot for its sum to be opened.
         slots: How many sums there are.
+        who: What the parties are, for messages: "clients", or the "nodes" that speak for several.
     """
 
     invited: int
     needed: int
     min_members: int
     slots: int
+    who: str = "clients"
 
 
 class Sheet(NamedTuple):
@@ -138,6 +142,35 @@ class Client:
         self._held: dict[int, list[bytes]] = {}  # shares of everybody's secrets
         self._arrived: list[int] | None = None
 
+    def to_plain(self) -> dict[str, Any]:
+        """All that it must remember between two exchanges, for JSON. It is secret.
+
+        Example:
+            >>> one = Client(0, Terms(invited=2, needed=2, min_members=2, slots=3))
+            >>> Client.from_plain(one.to_plain()).keys() == one.keys()
+            True
+        """
+        drawn = [self._channel.secret, self._masking.secret, *self._seeds]
+        return {
+            "me": self.me,
+            "terms": list(self._terms),
+            "drawn": [secret.hex() for secret in drawn],
+            "keys": [[i, key.hex()] for i, key in self._keys.items()],
+            "held": [[i, [share.hex() for share in shares]] for i, shares in self._held.items()],
+            "arrived": self._arrived,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Client:
+        """The client that `to_plain` described. What is drawn from now on comes from the system."""
+        drawn = iter(bytes.fromhex(secret) for secret in plain["drawn"])
+        client = cls(plain["me"], Terms(*plain["terms"]), lambda length: next(drawn))
+        client._random = os.urandom
+        client._keys = {i: bytes.fromhex(key) for i, key in plain["keys"]}
+        client._held = {i: [bytes.fromhex(share) for share in shares] for i, shares in plain["held"]}
+        client._arrived = plain["arrived"]
+        return client
+
     def keys(self) -> Payload:
         """Exchange 0: the public keys for sealing shares and for masks.
 
@@ -179,7 +212,8 @@ class Client:
     def _require(self, clients: Iterable[int]) -> None:
         """A client goes no further with too few others; it need not believe the server that they are enough."""
         if (found := len(list(clients))) < self._terms.needed:
-            raise TooFewLeft(f"secure sum: client {self.me} knows of {found} clients, {self._terms.needed} are needed")
+            who, needed = self._terms.who, self._terms.needed
+            raise TooFewLeft(f"secure sum: {who[:-1]} {self.me} knows of {found} {who}, {needed} are needed")
 
     def _seal(self, to: int, text: bytes) -> bytes:
         return seal(self._channel.agree(self._keys[to][:SECRET], b"shares"), self.me, to, text)
@@ -189,10 +223,15 @@ class Client:
 
 
 class Server:
-    """The server in one session. All that it knows of clients is in its transcript."""
+    """The server in one session. All that it knows of clients is in its transcript.
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
+    Args:
+        terms: What was agreed on.
+        speaking: For how many clients each party speaks; for itself, unless told otherwise.
+    """
+
+    def __init__(self, terms: Terms, speaking: Mapping[int, int] | None = None) -> None:
+        self.terms, self.speaking = terms, speaking or {}
         self.transcript = Transcript()
 
     def receive(self, exchange: str, payloads: Mapping[int, Payload]) -> None:
@@ -209,8 +248,8 @@ class Server:
         if answers < self.terms.needed:
             opened = "only the head, with counts and mean losses," if exchange == EXCHANGES[-1] else "nothing"
             raise TooFewLeft(
-                f"secure sum: {answers} of {self.terms.invited} clients answered exchange {EXCHANGES.index(exchange)} "
-                f"({exchange}), but {self.terms.needed} are needed; {opened} was opened"
+                f"secure sum: {answers} of {self.terms.invited} {self.terms.who} answered exchange "
+                f"{EXCHANGES.index(exchange)} ({exchange}), but {self.terms.needed} are needed; {opened} was opened"
             )
 
     def keys(self) -> dict[int, bytes]:
@@ -243,7 +282,8 @@ class Server:
             else:
                 self._cancel(total, i, Pair(secret))
         count = total[: self.terms.slots].astype(np.int64).tolist()
-        if any(not 0 <= n <= len(sheets) for n in count):
+        most = sum(self.speaking.get(i, 1) for i in sheets)
+        if any(not 0 <= n <= most for n in count):
             raise ValueError("secure sum: the counts make no sense, so somebody has not kept to the protocol")
         self.transcript.bytes_down += len(answers) * self.terms.slots * NUMBER
         return Sheet.of(total, head, self.terms.slots), count

@@ -1,0 +1,227 @@
+"""The secure sum on the nodes of a Flower federation, each of which is one party and speaks for all of its clients.
+
+A session is five messages per node. A node that fails on the way is not asked again until the next session, and the
+sums are those of the others: nothing is done again.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, RecordDict
+from torch import Tensor
+
+from coterie.client import Reply
+from coterie.cohort import Cohort, Step, Sums, step_name
+from coterie.executors.flower import TYPE, Flower, exchange
+from coterie.flower import checks
+from coterie.flower.checks import Asked
+from coterie.flower.records import get_tree, put_tree
+from coterie.flower.secure import SECURE, get_payload, put_payload
+from coterie.secure import SecureSum
+from coterie.secure.cohort import MOST, Code, Secure, Witness
+from coterie.secure.masks import SECRET, TAG
+from coterie.secure.protocol import NUMBER, Opened, Payload, Server, Terms, TooFewLeft
+from coterie.secure.shamir import SHARE
+
+LEAST = 2  # nodes: of one alone, sums and counts say where its clients are
+
+Request = Callable[[Tensor], RecordDict]  # the message that asks the clients at some positions for their step
+Expected = Callable[[int], tuple[set[int], int]]  # for a site, whom its payload is about, and the bytes of each part
+
+
+class SecureFlower(Secure):
+    """The clients of all nodes, in sessions of the secure sum.
+
+    Args:
+        inner: The same clients in the open.
+        settings: Of the secure sum; `threshold` is the share of nodes, `min_members` and `clip` are about clients.
+        witness: Is given the transcript of every session, which is all that nodes have said in it.
+    """
+
+    remote = True
+    sums_only = True
+
+    def __init__(self, inner: Flower, settings: SecureSum, witness: Witness = lambda transcript: None) -> None:
+        super().__init__(inner, settings, witness=witness)
+        self._inner: Flower = inner
+
+    def uncharged(self) -> Cohort:
+        """The same clients, as secret as ever: here every exchange is a real one."""
+        return Cohort.uncharged(self)
+
+    def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
+        """Run `step` on every client and add the weighted updates up by slot, in one session of the secure sum."""
+        return self._sum(step, slots, lambda own: self._inner.request(step, shared, slots, own, rows))
+
+    def combine_own(self, step: Step, shared: dict[str, Any], choose: Step, on: str, *, slots: int) -> Sums:
+        """As `combine`, where every client is sent all of `shared`: which row it chooses stays with its node."""
+
+        def request(own: Tensor) -> RecordDict:
+            content = self._inner.request(step, shared, slots, own, None)
+            content["choose"] = ConfigRecord({**self._inner.language.describe(choose), "on": on})
+            return content
+
+        return self._sum(step, slots, request)
+
+    def _sum(self, step: Step, slots: int, request: Request) -> Sums:
+        session = Session(self._inner, self._settings, self._terms(slots), step)
+        session.agree()
+        code = session.collect(request)
+        opened = session.open(code)
+        here = torch.cat([self.clients[session.at[s]] for s in opened.clients])  # whom the nodes have spoken for
+        opened = opened._replace(clients=here.tolist())
+        self._account(session.server.transcript, 0, opened)
+        return code.sums(opened, len(self))
+
+    def _terms(self, slots: int) -> Terms:
+        nodes, wanted = len(self._inner.by_site()), self._settings
+        if nodes < LEAST or len(self) < wanted.min_members:
+            raise ValueError(
+                f"secure sum: at least {LEAST} nodes and {wanted.min_members} clients must take part, "
+                f"got {nodes} and {len(self)}"
+            )
+        if nodes > MOST:
+            raise ValueError(f"secure sum: at most {MOST} nodes can take part at once, got {nodes}; set fraction lower")
+        needed = max(math.floor(wanted.threshold * nodes) + 1, min(self._inner.min_replies, nodes))
+        return Terms(nodes, needed, wanted.min_members, slots, who="nodes")
+
+
+def secured(cohort: Cohort, settings: SecureSum) -> SecureFlower:
+    """The secure sum of clients that are elsewhere, for which there is but one way: Flower."""
+    if not isinstance(cohort, Flower):
+        raise ValueError(f"secure sum: clients that are elsewhere must be reached by Flower, got {cohort.executor}")
+    return SecureFlower(cohort, settings)
+
+
+class Session:
+    """The server's messages in one session, and what nodes say to them.
+
+    Args:
+        cohort: The clients, and the nodes where they are.
+        settings: Of the secure sum.
+        terms: What all parties know.
+        step: What clients are to do.
+    """
+
+    def __init__(self, cohort: Flower, settings: SecureSum, terms: Terms, step: Step) -> None:
+        self.cohort, self.at, self.clip = cohort, cohort.by_site(), settings.clip
+        self.step, self.terms = step, terms
+        self.server = Server(terms, {s: len(own) for s, own in self.at.items()})
+        self._words: dict[str, Any] = {"run": cohort.run, "session": secrets.token_hex(16)}
+        self._faults: dict[int, str] = {}
+
+    def agree(self) -> None:
+        """Exchanges 0 and 1: nodes learn each other's public keys, and share their secrets."""
+        server, away = self.server, self.cohort.away(self.at)
+        self._blame(away)
+        found = self._ask("keys", {s: self._invitation(s) for s in self.at if s not in away})
+        self._receive("keys", found, lambda s: ({s}, 2 * SECRET))
+        keys = server.keys()
+        found = self._ask("shares", {s: _payload(keys) for s in keys})
+        size = (2 + self.terms.slots) * SHARE + TAG
+        self._receive("shares", found, lambda s: (keys.keys() - {s}, size))
+
+    def collect(self, request: Request) -> Code:
+        """Exchange 2: the nodes' clients do their step, and the nodes send masked sheets; returns how to read them."""
+        contents = {}
+        for s in self.server.transcript.of("shares"):
+            put_payload(content := request(self.at[s]), self.server.shares(s))
+            contents[s] = content
+        code, found = self._code(self._ask("sheets", contents))
+        size = NUMBER * (code.head + self.terms.slots * code.width)
+        self._receive("sheets", found, lambda s: ({s}, size))
+        return code
+
+    def open(self, code: Code) -> Opened:
+        """Exchanges 3 and 4: the counts, then the sums of slots that enough clients have chosen."""
+        server = self.server
+        arrived, everybody = server.arrived(), set(server.transcript.of("shares"))
+        found = self._ask("counts", {s: _told(arrived) for s in arrived})
+        self._receive("counts", found, lambda s: (everybody, SHARE))
+        sheet, count = server.counts(code.head)
+        found = self._ask("sums", {s: _told(count) for s in server.transcript.of("counts")})
+        size = SHARE * sum(n >= self.terms.min_members for n in count)
+        self._receive("sums", found, lambda s: (set(arrived), size))
+        return server.sums(sheet, count)
+
+    def _invitation(self, site: int) -> RecordDict:
+        """What a node is told beforehand; it keeps it until the end of the session."""
+        about = {"me": site, "step": step_name(self.step), "clip": self.clip, "clients": len(self.cohort)}
+        terms = {n: getattr(self.terms, n) for n in ("invited", "needed", "min_members", "slots")}
+        return RecordDict({SECURE: ConfigRecord({**about, **terms})})
+
+    def _ask(self, name: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict]:
+        """Send a message to each of these sites; what those say that answer."""
+        kind = f"{TYPE['combine']}.{self.step.__name__}"
+        for content in contents.values():
+            about: Any = content.get(SECURE, {})
+            content[SECURE] = ConfigRecord({**about, **self._words, "exchange": name})
+        nodes = self.cohort.roster.nodes
+        requests = {s: (nodes[s], kind, content) for s, content in contents.items()}
+        answers = exchange(self.cohort.grid, requests, self.cohort.deadline)
+        self._blame({s: why for s, message in answers.items() if (why := self.cohort.silence(message))})
+        return {s: m.content for s, m in answers.items() if m is not None and not m.has_error()}
+
+    def _code(self, found: Mapping[int, RecordDict]) -> tuple[Code, dict[int, RecordDict]]:
+        """How the sheets are to be read, and the answers of those sites that agree on it."""
+        asked = Asked("gather", self.terms.slots, clients=0, part=self.cohort.part)
+        forms, faults = dict[int, Any](), dict[int, str]()
+        for s, content in found.items():
+            try:
+                form = get_tree(content, "form", self.cohort.language.types(self.step))
+                forms[s], faults[s] = form, checks.fault(form, asked)
+            except ValueError as error:
+                faults[s] = str(error)
+        fine = [s for s in sorted(forms) if not faults[s]]
+        for s, odd in zip(fine, checks.unlike([forms[s] for s in fine]), strict=True):
+            faults[s] = "its sums are not shaped as the others' are" if odd else ""
+        self._blame({s: why for s, why in faults.items() if why})
+        fine = [s for s in fine if not faults[s]]
+        self._require("sheets", len(fine))
+        form = Reply(**forms[fine[0]])
+        code = Code.of(self.clip, len(self.cohort), form, self.terms.slots, step_name(self.step))
+        return code, {s: found[s] for s in fine}
+
+    def _receive(self, name: str, found: Mapping[int, RecordDict], expected: Expected) -> None:
+        """Give the server what nodes have sent, as far as it is what was asked for."""
+        payloads, faults = dict[int, Payload](), dict[int, str]()
+        for s, content in sorted(found.items()):
+            try:
+                payload = get_payload(content)
+            except ValueError as error:
+                faults[s] = str(error)
+                continue
+            about, size = expected(s)
+            if payload.keys() == about and all(len(part) == size for part in payload.values()):
+                payloads[s] = payload
+            else:
+                faults[s] = f"it has not sent what exchange '{name}' of the secure sum asks for"
+        self._blame(faults)
+        self._require(name, len(payloads))
+        self.server.receive(name, payloads)
+
+    def _require(self, name: str, answers: int) -> None:
+        try:
+            self.server.require(name, answers)
+        except TooFewLeft as error:
+            said = (f"site '{self.cohort.roster.sites[s]}': {why}" for s, why in sorted(self._faults.items()))
+            raise TooFewLeft("; ".join([str(error), *said])) from None
+
+    def _blame(self, faults: Mapping[int, str]) -> None:
+        self._faults.update(faults)
+        self.cohort.blame(faults)
+
+
+def _payload(payload: Mapping[int, bytes]) -> RecordDict:
+    put_payload(content := RecordDict(), payload)
+    return content
+
+
+def _told(numbers: list[int]) -> RecordDict:
+    put_tree(content := RecordDict(), "told", torch.tensor(numbers, dtype=torch.long))
+    return content

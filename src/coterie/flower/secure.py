@@ -1,0 +1,178 @@
+"""A node's side of a secure sum: it is one party, speaks for all of its clients, and keeps its secrets on its disk.
+
+A node has its clients' rows, so nothing need be hidden from it; masks are between nodes and the server. Every message
+may start a new process: what a node must remember of a session is in a file until the next message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+
+from coterie.client import Reply
+from coterie.flower.memory import Memory
+from coterie.flower.records import get_tree, put_tree
+from coterie.secure.cohort import Code
+from coterie.secure.protocol import EXCHANGES, Client, Payload, Sheet, Terms
+from coterie.tree import take, tree_map
+
+SECURE = "secure"  # the record that makes a message one of a session
+FORM = ("update", "weight", "slot", "note")
+
+log = logging.getLogger("coterie")
+
+
+def answer(memory: Memory, told: Mapping[str, Any], content: RecordDict, work: Callable[[], Reply]) -> RecordDict:
+    """Answer one exchange of a session.
+
+    Args:
+        memory: Where the node keeps things.
+        told: The message's words about the session.
+        content: All of the message.
+        work: Runs the step that the message names on the node's clients; asked for in one exchange only.
+
+    Raises:
+        ValueError: It is not this exchange's turn, or the terms protect nobody.
+    """
+    run, exchange = str(told["run"]), str(told["exchange"])
+    seat = _invited(told) if exchange == EXCHANGES[0] else _seat(memory, told)
+    reply = RecordDict()
+    put_payload(reply, _answer(seat, content, work, reply))
+    if exchange != EXCHANGES[-1]:
+        following = EXCHANGES[EXCHANGES.index(exchange) + 1]
+        memory.save_session(run, seat._replace(exchange=following).to_plain())
+    return reply
+
+
+def put_payload(content: RecordDict, payload: Mapping[int, bytes]) -> None:
+    """Add the parts of a payload, which have one length, to a message.
+
+    Example:
+        >>> content = RecordDict()
+        >>> put_payload(content, {3: b"key", 0: b"yek"})
+        >>> get_payload(content)
+        {3: b'key', 0: b'yek'}
+    """
+    size = len(next(iter(payload.values()), b""))
+    rows = np.frombuffer(bytearray().join(payload.values()), np.uint8).reshape(len(payload), size)
+    about = torch.tensor(list(payload), dtype=torch.long)
+    put_tree(content, "payload", {"about": about, "bytes": torch.from_numpy(rows)})
+
+
+def get_payload(content: RecordDict) -> Payload:
+    """The payload that `put_payload` added.
+
+    Raises:
+        ValueError: It is not there, or is not what `put_payload` writes.
+    """
+    parts = get_tree(content, "payload", {})
+    if not isinstance(parts, dict) or parts.keys() != {"about", "bytes"}:
+        raise ValueError("a payload has not the parts that it should have")
+    about, rows = whole_numbers(parts["about"]), parts["bytes"]
+    if not isinstance(rows, Tensor) or rows.dtype != torch.uint8 or rows.dim() != 2 or len(rows) != len(about):
+        raise ValueError("the bytes of a payload are of the wrong kind")
+    if len(set(about)) < len(about):
+        raise ValueError("a payload is about one party twice")
+    return {i: row.numpy().tobytes() for i, row in zip(about, rows, strict=True)}
+
+
+def whole_numbers(x: Any) -> list[int]:
+    """A list of numbers that are not negative, as it arrives."""
+    if not isinstance(x, Tensor) or x.dtype != torch.long or x.dim() != 1 or bool((x < 0).any()):
+        raise ValueError("whole numbers of at least 0 were to be sent")
+    return x.tolist()
+
+
+class Seat(NamedTuple):
+    """Where a node stands in a session.
+
+    Attributes:
+        session: Which.
+        exchange: The one that is next. Each is answered once: a mask that hides two sheets hides neither.
+        client: The party that the node is.
+        step: What its clients are to do, for messages.
+        slots: How many sums there are.
+        clip: The largest number that a client may send.
+        clients: How many of them take part, on all nodes together.
+    """
+
+    session: str
+    exchange: str
+    client: Client
+    step: str
+    slots: int
+    clip: float
+    clients: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same for JSON. It is secret."""
+        return {**self._asdict(), "client": self.client.to_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Seat:
+        """The seat that `to_plain` described."""
+        return cls(**{**plain, "client": Client.from_plain(plain["client"])})
+
+
+def _invited(told: Mapping[str, Any]) -> Seat:
+    """A new session. Its secrets come from the system, not from the run's key, which the server knows."""
+    terms = Terms(*(int(told[name]) for name in ("invited", "needed", "min_members", "slots")), who="nodes")
+    if not terms.invited < 2 * terms.needed <= 2 * terms.invited or terms.min_members < 2 or terms.slots < 1:
+        raise ValueError(
+            f"secure sum: more than half of the nodes must be needed and a cluster of one may not be opened, "
+            f"got needed = {terms.needed} of {terms.invited} and min_members = {terms.min_members}"
+        )
+    return Seat(
+        session=str(told["session"]),
+        exchange=EXCHANGES[0],
+        client=Client(int(told["me"]), terms),
+        step=str(told["step"]),
+        slots=terms.slots,
+        clip=float(told["clip"]),
+        clients=int(told["clients"]),
+    )
+
+
+def _seat(memory: Memory, told: Mapping[str, Any]) -> Seat:
+    """Where the node stands in a session; it has to be kept anew, for what goes wrong from here on ends it."""
+    plain = memory.load_session(str(told["run"]))
+    if plain is None or plain["session"] != told["session"]:
+        raise ValueError(f"site '{memory.site}' does not take part in this secure sum, or no longer")
+    if plain["exchange"] != told["exchange"]:
+        raise ValueError(f"secure sum: the next exchange is '{plain['exchange']}', not '{told['exchange']}'")
+    memory.drop_session(str(told["run"]))
+    return Seat.from_plain(plain)
+
+
+def _answer(seat: Seat, content: RecordDict, work: Callable[[], Reply], reply: RecordDict) -> Payload:
+    client = seat.client
+    if seat.exchange == "keys":
+        return client.keys()
+    if seat.exchange == "shares":
+        return client.shares(get_payload(content))
+    if seat.exchange == "sheets":
+        sealed, found = get_payload(content), work()
+        # The reply of nobody: how replies are formed, from which the server knows how to read the sums.
+        put_tree(reply, "form", {name: tree_map(lambda x: x[:0], getattr(found, name)) for name in FORM})
+        return client.sheet(sealed, _sheet(seat, found))
+    told = whole_numbers(get_tree(content, "told", {}))
+    return client.counts(told) if seat.exchange == "counts" else client.sums(told)
+
+
+def _sheet(seat: Seat, found: Reply) -> Sheet:
+    """The sum of the sheets of the node's clients."""
+    code = Code.of(seat.clip, seat.clients, found, seat.slots, seat.step)
+    try:
+        sheets = [code.sheet(take(found, row), f"client {row}") for row in range(len(found.slot))]
+    except ValueError as error:
+        log.warning(str(error))  # here, for it says which client and how much
+        raise ValueError(
+            f"secure sum: what a client sends is not finite or above clip = {seat.clip:g}; its node's log says more"
+        ) from None
+    return Sheet(sum((s.head for s in sheets[1:]), sheets[0].head), sum((s.body for s in sheets[1:]), sheets[0].body))

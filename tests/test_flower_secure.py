@@ -1,0 +1,572 @@
+"""The secure sum on a Flower federation: what it opens, who may fail, and all that the server gets to see."""
+
+import itertools
+import math
+import stat
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+import coterie as ct
+from coterie.client import Reply
+from coterie.evaluate import Scorer, SummedScores, evaluate
+from coterie.executors.flower import Flower, Language, enrol
+from coterie.executors.flower_secure import SecureFlower, secured
+from coterie.federation import Federation
+from coterie.flower.local import LocalGrid
+from coterie.flower.memory import Memory
+from coterie.flower.node import Node
+from coterie.flower.records import put_tree
+from coterie.flower.secure import get_payload, put_payload
+from coterie.flower.server_app import Settings, serve
+from coterie.flower.steps import describe_step, types_of
+from coterie.key import Key
+from coterie.run import fit_on
+from coterie.secure.cohort import Code
+from coterie.secure.protocol import EXCHANGES, TooFewLeft
+from coterie.tree import flat, take, tree_map
+
+K = 3
+STEP = ct.IFCA(k=K, tau=2).step
+
+
+class Recording(LocalGrid):
+    """Keeps everything that the server sends and gets."""
+
+    def __init__(self, nodes, spoil=None):
+        super().__init__(nodes, spoil)
+        self.down, self.up = [], []
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.down += messages
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids):
+        found = super().pull_messages(message_ids)
+        self.up += found
+        return found
+
+    def everything(self):
+        """All bytes, both ways, as Flower writes them."""
+        parts = [part for m in [*self.down, *self.up] for part in get_all_nested_objects(m).values()]
+        return b"".join(part.deflate() for part in parts)
+
+
+def nodes_of(federation, folder, nodes=6):
+    cuts = [i * len(federation) // nodes for i in range(nodes + 1)]
+    shares = [federation.select(range(a, b)) for a, b in itertools.pairwise(cuts)]
+    return {70 - i: Node(f"site-{i}", share, folder) for i, share in enumerate(shares)}
+
+
+@pytest.fixture
+def grid(ragged, tmp_path):
+    """Twelve clients on six nodes; clients i, i + 3, … are in one group."""
+    return Recording(nodes_of(ragged, tmp_path / "nodes"))
+
+
+def cohort_on(grid, task, key=None, **options):
+    spoil, grid.spoil = grid.spoil, None
+    roster = enrol(grid, task, nodes=len(grid.nodes), deadline=10, groups=False)
+    grid.spoil = spoil
+    language = Language(describe_step, types_of)
+    return Flower(grid, roster, task, key or Key.of(0).fold(1), language, **{"run": "test", "deadline": 10, **options})
+
+
+def secure_on(grid, task, settings=None, **options):
+    return secured(cohort_on(grid, task, **options), settings or ct.SecureSum(min_members=2)).at(0)
+
+
+@pytest.fixture(scope="module")
+def starts(task, ragged):
+    """Models from which the three groups are found."""
+    return ct.fit(ct.IFCA(k=K, tau=5), task, ragged, rounds=1).models
+
+
+@pytest.fixture(scope="module")
+def shared(starts):
+    theta = {n: torch.stack([model[n] for model in starts])[None] for n in starts[0]}
+    return {"theta": theta, "common": {}, "lr": torch.tensor(0.1)}
+
+
+class Gone:
+    """Some nodes fail from an exchange on, in the first session."""
+
+    def __init__(self, exchange, nodes, what=lambda answer: Message(Error(2, "no"), reply_to=answer)):
+        self.first, self.nodes, self.what = EXCHANGES.index(exchange), nodes, what
+        self.count = dict.fromkeys(nodes, 0)
+
+    def __call__(self, node, answer):
+        if node not in self.nodes:
+            return answer
+        self.count[node] += 1
+        return self.what(answer) if self.count[node] > self.first else answer
+
+
+def assert_close(a, b):
+    assert (flat(a, 0) - flat(b, 0)).abs().max() <= 1e-5
+
+
+# --- what is opened -----------------------------------------------------------------------------------------------
+
+
+def test_sums_and_counts_are_those_in_the_open(grid, task, shared):
+    plain = cohort_on(grid, task).at(0).combine(STEP, shared, slots=K)
+    cohort = secure_on(grid, task)
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert_close(plain.update, sums.update)
+    assert torch.equal(plain.weight, sums.weight) and sums.members.tolist() == [4, 4, 4]
+    assert set(sums.note["label"].flatten().tolist()) == {-1} and len(sums.note["label"]) == 12
+    assert torch.allclose(sums.note["loss"], plain.note["loss"].mean(0).expand(12, 1), atol=1e-6)
+    assert cohort.ledger.messages == [] and cohort.executor == "flower"
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_third_of_the_nodes_may_be_gone(exchange, grid, task, shared):
+    """Nothing is done again; whose sheets have arrived is in the sums."""
+    gone = {70 - 1, 70 - 4}
+    late = exchange in ("counts", "sums")
+    there = [i for i in range(12) if late or 70 - i // 2 not in gone]
+    plain = cohort_on(grid, task).only(there).at(0).combine(STEP, shared, slots=K)
+    count = torch.bincount(plain.note["label"].flatten(), minlength=K)
+    grid.spoil = Gone(exchange, gone)
+    cohort = secure_on(grid, task, ct.SecureSum(min_members=2))
+    grid.down.clear()
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert_close(plain.update, sums.update)
+    assert torch.equal(plain.weight, sums.weight) and torch.equal(count, sums.members)
+    assert torch.allclose(sums.note["loss"], plain.note["loss"].mean(0).expand(12, 1), atol=1e-6)
+    assert len(grid.down) == 5 * 6 - 2 * (4 - EXCHANGES.index(exchange))  # who has failed is not asked again
+    assert cohort._inner.faults == {"site-1": 1, "site-4": 1}
+    assert late or "4 of 12 clients were gone" in cohort.ledger.messages[-1]
+
+
+def test_nodes_that_are_away_or_silent_are_gone_too(grid, task, shared):
+    grid.spoil = Gone("sheets", {68}, lambda answer: None)
+    cohort = secure_on(grid, task, deadline=0.1)
+    del grid.nodes[70]
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert int(sums.members.sum()) == 8
+    assert [m.split(" is left out")[0] for m in cohort.ledger.messages[:2]] == [
+        "flower: site 'site-0'",
+        "flower: site 'site-2'",
+    ]
+
+
+def test_with_too_few_left_no_sum_is_opened(grid, task, shared):
+    grid.spoil = Gone("sheets", {70, 69, 68})
+    said = r"3 of 6 nodes answered exchange 2 \(sheets\), but 4 are needed; nothing was opened; site 'site-0': it fai"
+    with pytest.raises(TooFewLeft, match=said):
+        secure_on(grid, task).combine(STEP, shared, slots=K)
+    grid.spoil = Gone("sheets", {70})
+    with pytest.raises(TooFewLeft, match=r"5 of 6 nodes .* but 6 are needed"):
+        secure_on(grid, task, min_replies=6).combine(STEP, shared, slots=K)
+
+
+def test_the_slot_of_a_small_cluster_is_not_opened(grid, task, shared):
+    cohort = secure_on(grid, task, ct.SecureSum(min_members=4)).only([0, 1, 2, 3, 4, 5, 6, 7, 9])
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert sorted(sums.members.tolist()) == [2, 3, 4]
+    assert sorted(sums.weight.tolist()) == [0, 0, 4] and "not opened" in cohort.ledger.messages[-1]
+
+
+def test_too_few_nodes_or_clients_are_refused(grid, task, shared):
+    with pytest.raises(ValueError, match="at least 2 nodes and 2 clients must take part, got 1 and 2"):
+        secure_on(grid, task).only([0, 1]).combine(STEP, shared, slots=K)
+    with pytest.raises(ValueError, match="at least 2 nodes and 3 clients must take part, got 2 and 2"):
+        secure_on(grid, task, ct.SecureSum()).only([0, 2]).combine(STEP, shared, slots=K)
+
+
+# --- what the server sees -----------------------------------------------------------------------------------------
+
+
+def words_of(message):
+    return {f"{name}.{n}": x for name, record in message.content.config_records.items() for n, x in record.items()}
+
+
+def form_of(message):
+    """The names and shapes of everything in a message."""
+    arrays = {f"{n}.{p}": (a.dtype, a.shape) for n, r in message.content.array_records.items() for p, a in r.items()}
+    return arrays, sorted(words_of(message))
+
+
+def secrets_of(grid, cohort, shared):
+    """What no message may hold: every client's update, and the sum of each node's, however they may be written."""
+    out = set()
+    for node in grid.nodes.values():
+        reply = Reply(**node._step("query", cohort._inner.request(STEP, shared, K, torch.arange(2), None)))
+        code = Code.of(2.0**20, 12, reply, K, "step")
+        sheets = [code.sheet(take(reply, i), "") for i in range(2)]
+        numbers = flat(reply.update, 2)[:, 0]
+        for x in [*numbers, numbers.sum(0)]:
+            for kind in (np.float32, np.float64):
+                raw = x.numpy().astype(kind).tobytes()
+                out |= {raw[at : at + 8] for at in range(0, len(raw), 8)}
+        for body in [sheets[0].body, sheets[1].body, sheets[0].body + sheets[1].body]:
+            out |= {int(n).to_bytes(8, order) for n in body.ravel() if n for order in ("little", "big")}
+    sent = b"".join(x.numpy().tobytes() for x in shared["theta"].values())  # training may leave a number as it was
+    return {s for s in out if len(set(s)) > 4} - {sent[at : at + 8] for at in range(0, len(sent), 4)}
+
+
+def holds_any(seen, wanted):
+    return any(seen[at : at + 8] in wanted for at in range(len(seen) - 7))
+
+
+def test_no_message_holds_an_update_or_a_cluster(grid, task, shared):
+    cohort = secure_on(grid, task)
+    wanted = secrets_of(grid, cohort, shared)
+    cohort.combine(STEP, shared, slots=K)
+    assert len(wanted) > 10_000 and not holds_any(grid.everything(), wanted)
+    answers = grid.up[6:]  # after enrolment
+    assert {name for m in answers for name in m.content} == {"payload", "payload.tree", "form", "form.tree"}
+    forms = [a for m in answers if "form" in m.content for a in m.content["form"].values()]
+    assert forms and all(0 in a.shape for a in forms)  # they have a shape, and no number
+    kinds = {m.metadata.message_type for m in grid.down}
+    assert kinds == {"query.enrol", "train.step"}
+    assert '"groups": null' in words_of(grid.up[0])["site.site"]
+    # The search finds what it looks for where it is.
+    grid.down.clear()
+    grid.up.clear()
+    cohort._inner.combine(STEP, shared, slots=K)
+    assert holds_any(grid.everything(), wanted)
+
+
+def test_messages_do_not_depend_on_who_is_in_which_cluster(ragged, task, shared, tmp_path):
+    """Two assignments with the same counts: the same messages, but for what is masked; and that looks random."""
+    order = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]  # now whole nodes are in one cluster
+    forms = []
+    for name, federation in (("one", ragged), ("two", ragged.select(order))):
+        grid = Recording(nodes_of(federation, tmp_path / name))
+        sums = secure_on(grid, task).combine(STEP, shared, slots=K)
+        assert sums.members.tolist() == [4, 4, 4]
+        forms.append([form_of(m) for m in grid.down[6:] + grid.up[6:]])
+        sheets = [get_payload(m.content) for m in grid.up if "form" in m.content]
+        for (sheet,) in (payload.values() for payload in sheets):
+            numbers = np.frombuffer(sheet, np.uint64)
+            assert not set(numbers[:K].tolist()) & {0, 1, 2}
+            for row in numbers[K + 1 :].reshape(K, -1):
+                bits = np.unpackbits(row.view(np.uint8)).mean()
+                assert abs(bits - 0.5) < 5 * 0.5 / math.sqrt(row.nbytes * 8)
+    assert forms[0] == forms[1]
+
+
+def test_scoring_tells_no_cluster(grid, task, shared, starts):
+    algorithm = ct.IFCA(k=K, init=starts)
+    cohort = secure_on(grid, task)
+    state = algorithm.start(task, cohort, Key.of(0))
+    grid.up.clear()
+    scores = evaluate(algorithm, state, cohort)
+    plain = evaluate(algorithm, state, cohort._inner)
+    assert isinstance(scores, SummedScores) and scores.per_cluster == pytest.approx(plain.per_cluster, abs=1e-6)
+    assert scores.mean == pytest.approx(plain.mean) and set(scores.labels) == {-1}
+    assert np.isnan(scores.per_client).all() and scores.clustering == {} and scores.count.tolist() == [4, 4, 4]
+    answers = grid.up[: 5 * 6]
+    assert {name for m in answers for name in m.content} == {"payload", "payload.tree", "form", "form.tree"}
+    assert cohort.ledger.bytes_up == 0
+
+
+def test_clients_without_test_rows_have_no_score(task, ragged, tmp_path):
+    rows = [ragged.train.client(i) for i in range(12)]
+    tests = [(x[:n], y[:n]) for i, (x, y) in enumerate(rows) for n in [4 * (i not in (1, 2, 5))]]
+    grid = LocalGrid(nodes_of(Federation.from_clients(rows, tests), tmp_path))
+    algorithm = ct.FedAvg()
+    cohort = secure_on(grid, task)
+    scores = evaluate(algorithm, algorithm.start(task, cohort, Key.of(0)), cohort)
+    assert isinstance(scores, SummedScores) and scores.count.tolist() == [9]
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def invitation(**changes):
+    terms = {"invited": 3, "needed": 2, "min_members": 2, "slots": K, "clip": 2.0**20, "clients": 6, "me": 0}
+    words = {**terms, "run": "test", "session": "ab", "exchange": "keys", "step": "IFCA.step", **changes}
+    return RecordDict({"secure": ConfigRecord(words)})
+
+
+def following(exchange, session="ab"):
+    return RecordDict({"secure": ConfigRecord({"run": "test", "session": session, "exchange": exchange})})
+
+
+def test_a_node_answers_every_exchange_once_and_in_turn(ragged, tmp_path):
+    node = Node("a", ragged, tmp_path)
+    key = get_payload(node.answer("train", invitation()))
+    (file,) = tmp_path.rglob("session.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with pytest.raises(ValueError, match="the next exchange is 'shares', not 'sheets'"):
+        node.answer("train", following("sheets"))
+    with pytest.raises(ValueError, match="does not take part in this secure sum, or no longer"):
+        node.answer("train", following("shares", "cd"))
+    content = following("shares")
+    put_payload(content, {**key, 1: bytes(range(64))})
+    node.answer("train", content)
+    with pytest.raises(ValueError, match="the next exchange is 'sheets', not 'shares'"):
+        node.answer("train", content)
+    with pytest.raises(ValueError, match="'payload' cannot be read"):
+        node.answer("train", following("sheets"))
+    assert not file.exists()  # what has failed is not tried again: the masks may have been seen
+    with pytest.raises(ValueError, match="or no longer"):
+        node.answer("train", following("sheets"))
+
+
+def test_a_node_keeps_nothing_of_a_session_that_is_over(grid, task, shared, tmp_path):
+    secure_on(grid, task).combine(STEP, shared, slots=K)
+    assert not list(tmp_path.rglob("session.json"))
+
+
+def test_keys_are_new_in_every_session(grid, task, shared):
+    cohort = secure_on(grid, task)
+    for _ in range(2):
+        cohort.combine(STEP, shared, slots=K)
+    public = [get_payload(m.content) for m in grid.up[6:12] + grid.up[36:42]]
+    assert len({part for payload in public for part in payload.values()}) == 12
+
+
+@pytest.mark.parametrize("terms", [{"needed": 1}, {"needed": 4}, {"min_members": 1}, {"slots": 0}])
+def test_a_node_refuses_terms_that_protect_nobody(terms, ragged, tmp_path):
+    with pytest.raises(ValueError, match="more than half of the nodes must be needed"):
+        Node("a", ragged, tmp_path).answer("train", invitation(**terms))
+
+
+def test_a_node_without_a_folder_says_that_it_needs_one(grid, task, shared):
+    for node in grid.nodes.values():
+        node.memory = Memory(None, node.site)
+    with pytest.raises(TooFewLeft, match=r"0 of 6 nodes .* has secrets to keep; give the node a 'memory' folder"):
+        secure_on(grid, task).combine(STEP, shared, slots=K)
+
+
+def test_what_does_not_fit_is_told_without_its_size(grid, task, shared, caplog):
+    with pytest.raises(TooFewLeft) as error:
+        secure_on(grid, task, ct.SecureSum(clip=2.0**-20)).combine(STEP, shared, slots=K)
+    assert "is not finite or above clip = 9.53674e-07" in str(error.value) and "reaches" not in str(error.value)
+    assert "would send reaches" in caplog.text  # on the node
+
+
+def test_notes_of_clients_are_not_told(grid):
+    with pytest.raises(TooFewLeft, match=r"CFL.step tells the server every client's 'weight'"):
+        serve(grid, Settings(nodes=6), {**TABLES, "algorithm": {"name": "cfl", "sketch": 50}})
+
+
+# --- hostile answers ----------------------------------------------------------------------------------------------
+
+
+def payload(change):
+    def what(answer):
+        content = RecordDict(dict(answer.content))
+        put_payload(content, change(get_payload(answer.content)))
+        return Message(content, reply_to=answer)
+
+    return what
+
+
+def raw(**parts):
+    def what(answer):
+        content = RecordDict(dict(answer.content))
+        put_tree(content, "payload", parts)
+        return Message(content, reply_to=answer)
+
+    return what
+
+
+def form(change):
+    def what(answer):
+        content = RecordDict(dict(answer.content))
+        change(content)
+        return Message(content, reply_to=answer)
+
+    return what
+
+
+ANYWHERE = {
+    "nothing": lambda answer: Message(RecordDict(), reply_to=answer),
+    "no parts": payload(lambda p: {}),
+    "short parts": payload(lambda p: {i: part[:-1] for i, part in p.items()}),
+    "about others": payload(lambda p: {i + 1: part for i, part in p.items()}),
+    "about one too many": payload(lambda p: {**p, 99: next(iter(p.values()))}),
+    "other keys": raw(x=torch.zeros(1)),
+    "about one twice": raw(about=torch.zeros(2, dtype=torch.long), bytes=torch.zeros(2, 1, dtype=torch.uint8)),
+    "about a negative number": raw(about=-torch.ones(1, dtype=torch.long), bytes=torch.zeros(1, 1, dtype=torch.uint8)),
+    "floats": raw(about=torch.zeros(1, dtype=torch.long), bytes=torch.zeros(1, 64)),
+}
+OF_SHEETS = {
+    "no form": form(lambda c: c.pop("form")),
+    "another form": form(lambda c: put_tree(c, "form", {"update": (), "weight": torch.zeros(0)})),
+    "an enormous form": form(
+        lambda c: put_tree(
+            c,
+            "form",
+            {
+                "update": torch.zeros(0, 2**30, 2**30),
+                "weight": torch.zeros(0),
+                "slot": torch.zeros(0).long(),
+                "note": {},
+            },
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "what"),
+    [pytest.param(e, w, id=f"{e}-{n}") for e in EXCHANGES for n, w in ANYWHERE.items()]
+    + [pytest.param("sheets", w, id=f"sheets-{n}") for n, w in OF_SHEETS.items()],
+)
+def test_a_node_that_sends_nonsense_is_left_out(exchange, what, ragged, task, shared, tmp_path):
+    grid = LocalGrid(nodes_of(ragged, tmp_path, nodes=3), Gone(exchange, {70}, what))
+    cohort = secure_on(grid, task)
+    sums = cohort.combine(STEP, shared, slots=K)
+    late = exchange in ("counts", "sums")
+    assert int(sums.members.sum()) == (12 if late else 8) and cohort._inner.faults == {"site-0": 1}
+    grid.spoil = None
+    plain = cohort._inner.only(range(0 if late else 4, 12)).combine(STEP, shared, slots=K)
+    assert_close(plain.update, sums.update)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (ct.FedAvg, {"weights": "size", "batch": 4, "fraction": 0.7}),
+        (ct.IFCA, {"k": K, "batch": 4, "weights": "size", "shared": ("layers.0.weight",)}),
+        (ct.IFCA, {"k": K, "restarts": 2, "average": "gradient", "patience": 1}),
+        (ct.FedX, {"k": K, "lr": 0.05, "soft": True}),
+    ],
+)
+def test_a_run_is_that_in_the_open(cls, settings, grid, task, starts):
+    algorithm = cls(tau=3, **settings, **({"init": starts} if "k" in settings else {}))
+    plain, secure = (
+        fit_on(lambda key: cohort_on(grid, task, key), algorithm, rounds=3, evaluations=1, secure=secure)
+        for secure in (None, ct.SecureSum(min_members=2))
+    )
+    for a, b in zip(plain.models, secure.models, strict=True):
+        assert_close(a, b)
+    for a, b in zip(plain.history, secure.history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        if not settings.get("soft"):
+            assert a["members"] == b["members"]
+    assert secure.score == pytest.approx(plain.score, abs=1e-6)
+    assert secure.scores.per_cluster == pytest.approx(plain.scores.per_cluster, abs=1e-6)
+    assert set(secure.labels) == {-1} and set(secure.algorithm.labels(secure.state).tolist()) <= {-1, 0}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "task"),
+    [
+        (ct.UIFCA(k=3, init="random", restarts=2), ct.Task.density(ct.models.AffineFlow(6))),
+        (
+            ct.ClusterGAN(k=3, lr=1e-3, steps=1, critic=2, batch=8),
+            ct.Task.adversarial(ct.models.GAN((6,), k=3, dz=2, hidden=(8,))),
+        ),
+    ],
+)
+def test_points_too(algorithm, task, points, tmp_path):
+    grid = LocalGrid(nodes_of(points, tmp_path, nodes=4))
+
+    def fit(name, secure):
+        clients = partial(cohort_on, grid, task, run=name)
+        return fit_on(clients, algorithm, rounds=3, evaluations=1, secure=secure)
+
+    plain, secure = fit("open", None), fit("secure", ct.SecureSum())
+    for a, b in zip(plain.models, secure.models, strict=True):
+        assert torch.allclose(flat(a, 0), flat(b, 0), rtol=1e-4, atol=1e-5)
+    assert secure.score == pytest.approx(plain.score, rel=1e-4)
+
+
+TABLES = {
+    "algorithm": {"name": "ifca", "k": K, "tau": 2, "init": {"name": "random_groups", "rounds": 2}},
+    "task": {"kind": "classifier", "model": {"name": "mlp", "sizes": [64, 16, 10]}},
+    "run": {"rounds": 3, "evaluations": 2, "secure": {"min_members": 2}},
+}
+
+
+def test_the_server_app_does_it(grid, tmp_path):
+    settings = Settings(nodes=6, out=str(tmp_path / "run"))
+    run = serve(grid, settings, TABLES)
+    assert run.history[-1]["participants"] == 12 and sum(run.history[-1]["members"]) == 12
+    assert run.score == run.history[-1]["accuracy"] and run.ari is None
+    assert "secure = { threshold = 0.6, min_members = 2" in (run.path / "config.toml").read_text()
+    open_ = {**TABLES, "run": {"rounds": 3, "evaluations": 2}}
+    plain = serve(grid, Settings(nodes=6), open_)
+    for a, b in zip(plain.models, run.models, strict=True):
+        assert_close(a, b)
+    assert plain.ari is not None
+
+
+def test_a_run_that_has_too_few_left_goes_on_later(grid, tmp_path):
+    settings = Settings(nodes=6, out=str(tmp_path / "run"))
+    tables = {**TABLES, "algorithm": {"name": "fedavg", "tau": 2}}
+    whole = serve(grid, Settings(nodes=6), tables)
+    answers = {70: 0, 69: 0, 68: 0}
+
+    def spoil(node, answer):
+        answers[node] = answers.get(node, 0) + 1
+        return Message(Error(2, "no"), reply_to=answer) if node > 67 and answers[node] > 9 else answer
+
+    grid.spoil = spoil
+    with pytest.raises(TooFewLeft):
+        serve(grid, settings, tables)
+    grid.spoil = None
+    again = serve(grid, Settings(nodes=6, out=settings.out, resume=True), tables)
+    assert len(again.history) == 3
+    for a, b in zip(whole.models, again.models, strict=True):
+        assert_close(a, b)
+
+
+def test_a_run_goes_on_where_a_third_is_gone_after_the_keys_are_exchanged(grid, task):
+    """In round 2 two nodes exchange keys and shares and are not heard of again; in round 3 they are back."""
+    algorithm, gone, key = ct.FedAvg(tau=2), {69, 66}, Key.of(0)
+    answers = dict.fromkeys(gone, 0)
+
+    def spoil(node, answer):
+        answers[node] = answers.get(node, 0) + 1
+        return None if node in gone and answers[node] == 5 + 3 else answer
+
+    grid.spoil = spoil
+    clients = partial(cohort_on, grid, task, deadline=0.1)
+    run = fit_on(clients, algorithm, rounds=3, evaluations=1, secure=ct.SecureSum())
+    assert [row["members"] for row in run.history] == [[12]] * 3
+    grid.spoil = None
+    cohort = cohort_on(grid, task, key.fold(1))
+    state = algorithm.start(task, cohort.at(0), key.fold(0))
+    for t in range(3):
+        some = cohort.without(torch.tensor([2, 3, 8, 9])) if t == 1 else cohort
+        state, report = algorithm.round(state, some.at(t))
+        assert run.history[t]["loss"] == pytest.approx(float(report.loss.mean()), rel=1e-5)
+    assert_close(algorithm.models(state), tree_map(lambda x: x[None], run.models[0]))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"name": "cfl"}, "CFL.step needs every client's own reply"),
+        ({"name": "ifca", "k": 3}, "FarthestFirst.train needs every client's own reply"),
+        ({"name": "local_only"}, "LocalOnly.step needs every client's own reply"),
+    ],
+)
+def test_methods_that_gather_refuse_before_anything_is_sent(algorithm, said, grid):
+    with pytest.raises(ValueError, match=said):
+        serve(grid, Settings(nodes=6), {**TABLES, "algorithm": algorithm})
+    assert {m.metadata.message_type for m in grid.down} == {"query.enrol"}
+
+
+def test_the_settings_are_checked(grid, task):
+    for secure, said in ((True, r"\[run\] secure must be a table"), ({"members": 4}, r"has no key 'members'")):
+        with pytest.raises(ValueError, match=said):
+            serve(grid, Settings(nodes=6), {**TABLES, "run": {"rounds": 1, "secure": secure}})
+    assert isinstance(secured(cohort_on(grid, task), ct.SecureSum()), SecureFlower)
+
+
+def test_every_client_may_choose_its_own_row_on_any_executor(grid, task, starts, ragged):
+    """What a node does by itself is what `combine_own` says."""
+    sent = {"theta": tree_map(lambda *xs: torch.stack(xs), *starts), "label": torch.arange(K)}
+    here, there = cohort_on(grid, task), secure_on(grid, task)
+    step, choose = Scorer().tally, ct.IFCA(k=K).choose
+    one, two = (c.on("test").combine_own(step, sent, choose, "train", slots=K) for c in (here, there))
+    assert_close(one.update, two.update)
+    assert torch.equal(one.weight, two.weight)
