@@ -98,7 +98,8 @@ def nginx(lab, port, folder):
     (folder / "site.conf").write_text(filled_in(lab, port))
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     (folder / "nginx.conf").write_text(
-        "daemon off; master_process off; pid nginx.pid; error_log error.log;\nevents {}\nhttp {\naccess_log access.log;\n"
+        "daemon off; master_process off; pid nginx.pid; error_log error.log;\nevents {}\n"
+        "http {\naccess_log access.log;\n"
         + "".join(f"{kind}_temp_path {kind};\n" for kind in kinds)
         + "include site.conf;\n}\n"
     )
