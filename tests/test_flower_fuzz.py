@@ -510,7 +510,7 @@ def test_no_hostile_answer_stops_a_run_or_is_in_its_result(algorithm, task, ragg
         assert np.array_equal(run.scores.per_client, honest.scores.per_client, equal_nan=True)
         assert [row["loss"] for row in run.history] == [row["loss"] for row in honest.history]
         used += cohort.grid.used
-    assert len(used) >= 100 and len(set(used)) >= 35
+    assert len(used) >= 100 and len(set(used)) >= 30
 
 
 # --- enrolment ----------------------------------------------------------------------------------------------------
