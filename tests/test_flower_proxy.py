@@ -128,10 +128,10 @@ def proxied(tmp_path_factory):
 
         start(LINK, commands[LINK])
         start("nginx", nginx(lab, port, folder / "nginx"))
-        until(lambda: _listens(lab.settings["ports"][LINK]) and _listens(port), 30, "SuperLink and nginx")
+        until(lambda: _listens(lab.settings["ports"][LINK]) and _listens(port), 90, "SuperLink and nginx")
         lab.register()
         start("site0", node)
-        until(lambda: lab.online() == ["site0"], 30, "a node through nginx")
+        until(lambda: lab.online() == ["site0"], 90, "a node through nginx")
         yield lab, port
 
 
@@ -145,7 +145,7 @@ def test_a_node_works_through_the_proxy(proxied, tmp_path):
     def status():
         return lab.flwr("list", NAME, "--run-id", str(run["run-id"]))["runs"][0]["status"]
 
-    until(lambda: status().startswith("finished"), 40, "the run")
+    until(lambda: status().startswith("finished"), 90, "the run")
     assert status() == "finished:completed"
 
 
