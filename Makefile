@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+NGINX := .venv/.nginx
 
 .PHONY: demo test lint docs bench clean
 
@@ -9,7 +10,7 @@ demo: $(READY)
 	$(BIN)/coterie demo
 
 # One thread per test process: two processes that each use all cores spend their time waiting for each other.
-test: lint
+test: lint $(NGINX)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 lint: $(READY)
@@ -33,3 +34,13 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+# For the test of the proxy alone, which is skipped where there is no nginx: nothing here may fail.
+$(NGINX): $(READY)
+	@export PATH="$$PATH:/usr/sbin:/usr/local/sbin"; has() { command -v $$1 >/dev/null; }; \
+	as_root="env DEBIAN_FRONTEND=noninteractive"; [ "$$(id -u)" = 0 ] || as_root="sudo -n $$as_root"; \
+	if ! has nginx && has apt-get && $$as_root true 2>/dev/null; then \
+		echo "installing nginx, for the test of the proxy"; \
+		{ $$as_root apt-get -qq update; $$as_root apt-get -qq install -y --no-install-recommends nginx; } >/dev/null 2>&1; \
+	fi; \
+	if has nginx; then touch $@; else echo "there is no nginx: the test of the proxy is skipped"; fi

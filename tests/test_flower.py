@@ -398,7 +398,7 @@ def test_the_example_does_what_the_simulator_does(example, tmp_path):
         build_algorithm(tables["algorithm"]),
         build_task(tables["task"]),
         ct.data.rotated_digits(clients=12, seed=0),
-        rounds=3,
+        rounds=tables["run"]["rounds"],
     )
     assert_same_run(here, there)
     assert there.path == tmp_path / "run" and (there.path / "final").is_dir()

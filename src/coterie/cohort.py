@@ -131,6 +131,14 @@ class Cohort(ABC):
         """The cohort less some clients, given as positions in the federation."""
         return self.only((~torch.isin(self.clients, clients)).nonzero().flatten())
 
+    def do(self, work: Callable[[Self], Any]) -> Any:
+        """Do a piece of work with these clients.
+
+        Raises:
+            Absent: Some were not heard, or not believed.
+        """
+        return work(self)
+
     def fold(self, *more: int) -> Self:
         """The cohort at a finer moment, for algorithms that exchange several times in a round."""
         return self._but(when=self.when + more)

@@ -360,7 +360,7 @@ class _Loop:
         cohort = self.cohort
         while True:
             try:
-                return work(cohort)
+                return cohort.do(work)
             except Absent as gone:
                 cohort = cohort.without(gone.clients)
 

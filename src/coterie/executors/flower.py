@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from coterie.client import ClientStep, Reply
@@ -31,6 +32,9 @@ from coterie.tree import nbytes, take, tree_map
 POLL = 1.0  # seconds; asking more often gains nothing: a reply that is not complete yet makes Flower wait a second
 OUTSIDE = 2**31  # later than every piece of work: an evaluation finds what clients kept last
 TYPE = {"combine": "train", "gather": "query"}  # Flower's categories of messages
+TOLD = 500  # letters of what a node says that are repeated
+# What Flower raises where the bytes of an answer are nonsense. Its errors of the connection are others.
+NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, DecodeError)
 
 
 class Grid(Protocol):
@@ -101,10 +105,28 @@ class Flower(Cohort):
         self.faults: Counter[str] = Counter()  # exchanges from which each site was left out
         self._task = plain_task(task)
         self._unit, self._attempt = OUTSIDE, secrets.token_hex(8)
+        self._present = len(roster.sites)  # those that have not failed in this piece of work
+        self._alone = set[int]()  # sites whose answers in this piece of work could be compared with nobody's
 
     def attempt(self, unit: int) -> Self:
         """The cohort at a new try at a piece of work: nodes forget what clients kept in earlier tries at it."""
         return self._but(_unit=unit, _attempt=secrets.token_hex(8))
+
+    def without(self, clients: Tensor) -> Self:
+        """The cohort less the clients of sites that have failed."""
+        rest = super().without(clients)
+        return rest._but(_present=len(self.roster.site[rest.clients].unique()))
+
+    def do(self, work: Callable[[Self], Any]) -> Any:
+        """Do a piece of work. What an algorithm cannot use is the fault of those who were believed unseen."""
+        self._alone.clear()
+        try:
+            return work(self)
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            if not self._alone:
+                raise
+            why = f"its answer, which could be compared with nobody's, is of no use: {type(error).__name__}: {error}"
+            self._settle(dict.fromkeys(self._alone, why), self.by_site())
 
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the nodes' sums up, in the order of their names."""
@@ -127,8 +149,7 @@ class Flower(Cohort):
     ) -> list[tuple[Tensor, dict[str, Any]]]:
         """Every site's positions in the cohort and its answer, in the order of the sites; or an exception."""
         at = self.by_site()
-        away = self.away(at)
-        self._settle(away, at, len(at) - len(away))  # before anything is sent
+        self._settle(self.away(at), at)  # before anything is sent
         kind = f"{TYPE[verb]}.{step.__name__}"
         requests = {
             s: (self.roster.nodes[s], kind, self.request(step, shared, slots, own, rows)) for s, own in at.items()
@@ -138,7 +159,8 @@ class Flower(Cohort):
             asked = Asked(verb, slots, len(at[s]), self.part)
             answers[s], faults[s] = self._read(message, asked, self.language.types(step))
         believed = self._believed(answers, faults, at)
-        self._settle({s: why for s, why in faults.items() if why}, at, len(believed))
+        self._settle({s: why for s, why in faults.items() if why}, at)
+        self._alone.update(believed if len(believed) == 1 < len(self.roster.sites) else ())
         return [(at[s], answers[s]) for s in believed]
 
     def by_site(self) -> dict[int, Tensor]:
@@ -204,11 +226,15 @@ class Flower(Cohort):
             faults[s] = "its answer is out of all proportion to the others'" if odd else ""
         return [s for s in fine if not faults[s]]
 
-    def _settle(self, faults: dict[int, str], at: dict[int, Tensor], heard: int) -> None:
-        """Name the sites that are left out; where there are any, the work must be done without them."""
+    def _settle(self, faults: dict[int, str], at: dict[int, Tensor]) -> None:
+        """Name the sites that are left out; where there are any, the work must be done without them.
+
+        An exchange may be with a few sites only. If all of those fail, the others can still do the work.
+        """
         self.blame(faults)
-        if heard < min(self.min_replies, len(at)) or not heard:
-            raise TooFew(f"flower: {heard} of {len(at)} nodes have answered, {self.min_replies} are needed")
+        left, needed = self._present - len(faults), min(self.min_replies, len(self.roster.sites))
+        if not at or (faults and left < needed):
+            raise TooFew(f"flower: {left} of {self._present} nodes have answered, {self.min_replies} are needed")
         if faults:
             raise Absent(torch.cat([self.clients[at[s]] for s in sorted(faults)]))
 
@@ -216,7 +242,7 @@ class Flower(Cohort):
         """Name and count the sites that are left out."""
         for s, why in sorted(faults.items()):
             self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
-            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {why}")
+            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {_brief(why)}")
 
     def _in_order(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """What sites sent for each of their clients, as one tree in the cohort's order."""
@@ -255,9 +281,11 @@ def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups
     told, faults = [], []
     for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in there}, deadline).items():
         try:
-            told.append((node, _site(message)))
-        except ValueError as error:
-            faults.append(f"node {node}: {error}")
+            site = _site(message)
+            Roster.of([(node, site)]).federation.check(task)  # one that lies about its rows must not stop the others
+            told.append((node, site))
+        except (ValueError, RuntimeError) as error:  # torch raises the second where it can get no memory
+            faults.append(f"node {node}: {_brief(str(error))}")
     if len(told) < nodes:
         raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. " + "; ".join(faults))
     return Roster.of(told)
@@ -268,7 +296,8 @@ def _site(message: Message | None) -> Site:
         raise ValueError("no answer")
     if message.has_error():
         raise ValueError(message.error.reason)
-    if not isinstance(record := message.content.get("site"), ConfigRecord):
+    content = message.content
+    if not isinstance(content, RecordDict) or not isinstance(record := content.get("site"), ConfigRecord):
         raise ValueError("it does not say who its clients are")
     try:
         return Site.from_plain(json.loads(str(record.get("site"))))
@@ -281,18 +310,33 @@ def exchange(
 ) -> dict[int, Message | None]:
     """Send a message (node, type, content) for each key; its answer, or None where none came in time.
 
-    Answers are matched by the message they answer, not by their sender: an error is sent by the SuperLink.
+    Messages are asked for one by one. What an answer says it answers, and who sent it, its node has written; the
+    SuperLink knows. And one that cannot be read takes no other with it.
     """
     messages = [Message(c, dst_node_id=n, message_type=t, ttl=deadline) for n, t, c in requests.values()]
     numbers = list(grid.push_messages(messages)) if messages else []
-    waiting = {i: key for i, key in zip(numbers, requests, strict=False) if i}
+    waiting = {key: (i, message) for i, key, message in zip(numbers, requests, messages, strict=False) if i}
     answers: dict[int, Message | None] = dict.fromkeys(requests)
     end = time.monotonic() + deadline
     while waiting:
-        for message in grid.pull_messages(list(waiting)):
-            if (key := waiting.pop(message.metadata.reply_to_message_id, None)) is not None:
-                answers[key] = message
+        for key, (number, message) in list(waiting.items()):
+            if (answer := _pulled(grid, number, message)) is not None:
+                answers[key] = answer
+                del waiting[key]
         if not waiting or time.monotonic() > end:
             break
         time.sleep(POLL)
     return answers
+
+
+def _pulled(grid: Grid, number: str, message: Message) -> Message | None:
+    """The answer to one message, if it has come."""
+    try:
+        return next(iter(grid.pull_messages([number])), None)
+    except NONSENSE as error:
+        return Message(Error(0, f"its answer cannot be read: {type(error).__name__}: {error}"), reply_to=message)
+
+
+def _brief(why: str) -> str:
+    """The beginning of what a node says, on one line: it may say anything."""
+    return " ".join(why[:TOLD].split())

@@ -17,6 +17,7 @@ from coterie.tree import leaves
 Verb = Literal["combine", "gather"]
 
 ABSURD = 1e6  # times the median norm of what nodes send, or times 1 where that is more
+HUGE = 1e30  # a note is not as large, unless it is infinite where there is nothing to tell
 
 
 class Asked(NamedTuple):
@@ -85,13 +86,15 @@ def _note_fault(answer: Any, asked: Asked) -> str:
     for name, x in answer["note"].items():
         if x.dim() == 0 or len(x) != asked.clients:
             return f"its note '{name}' has shape {tuple(x.shape)} for {asked.clients} clients"
+        if x.is_floating_point() and bool((torch.isfinite(x) & (x.abs() >= HUGE)).any()):
+            return f"its note '{name}' is enormous"
     note = answer["note"]
     if "loss" in note and asked.part == "train" and not bool(torch.isfinite(note["loss"]).all()):
         return "a loss is not finite"
     if "label" not in note:
         return ""
     starts = math.prod(note["label"].shape[1:])  # which run side by side, each with slots of its own
-    if note["label"].is_floating_point() or not starts:
+    if note["label"].dtype != torch.long or not starts:
         return "its labels are of the wrong kind"
     return _range_fault(note["label"], -1, asked.slots // starts, "a label")
 

@@ -83,7 +83,7 @@ class Lab:
         make_certificates(self.folder / "certificates")
         for name in names:
             make_node_key(self.folder / "keys" / name)
-        ports = dict(zip([LINK, *names], _free_ports(nodes + 1), strict=True))
+        ports = dict(zip([LINK, *names], free_ports(nodes + 1), strict=True))
         self._tell_flower(ports[LINK])
         chosen = {"nodes": names, "ports": ports, "workers": workers, "entrance": entrance}
         write_text(self.folder / "lab.json", json.dumps(chosen, indent=1) + "\n")
@@ -256,7 +256,7 @@ def supervise(lab: Lab) -> None:
             now = time.monotonic()
             first = [s.keep(now) for name, s in services.items() if name == LINK or name.endswith(WORKER)]
             changed = any(first)
-            if _listens(lab.settings["ports"][LINK]):
+            if listens(lab.settings["ports"][LINK]):
                 for name in lab.register():  # a node whose key is unknown is refused, and ends
                     changed |= services[name].keep(time.monotonic())
             if changed:
@@ -279,7 +279,7 @@ def _end(services: list[Service]) -> None:
         service.end(signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports of loopback that nobody uses now."""
     sockets = [socket.socket() for _ in range(count)]
     for s in sockets:
@@ -290,7 +290,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with socket.socket() as s:
         s.settimeout(0.5)
         return s.connect_ex(("127.0.0.1", port)) == 0

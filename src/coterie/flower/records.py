@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from numpy.lib import format as npy
 from torch import Tensor
 
-from coterie.tree import formed
+from coterie.tree import Outer, formed
 
 DEEPEST = 16  # levels of a tree; what arrives is not followed further down
+LONGEST = 2**31  # the largest axis of an array
+MAGIC = b"\x93NUMPY\x01\x00"  # numpy's format 1.0
+TYPES = {str(t): t for t in map(np.dtype, ("?", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"))}
 
 
 def put_tree(content: RecordDict, name: str, tree: Any) -> None:
@@ -80,8 +81,14 @@ def _unpack(shape: Any, path: tuple[Any, ...], arrays: ArrayRecord, types: Mappi
         return {k: _unpack(v, (*path, k), arrays, types, used) for k, v in shape["dict"].items()}
     if isinstance(shape, dict) and isinstance(shape.get("tuple"), list):
         parts = [_unpack(v, (*path, i), arrays, types, used) for i, v in enumerate(shape["tuple"])]
-        return types[shape["named"]](*parts) if "named" in shape else tuple(parts)
+        return _named(shape["named"], types)(*parts) if "named" in shape else tuple(parts)
     raise ValueError("its tree has a part of no known kind")
+
+
+def _named(name: Any, types: Mapping[str, type]) -> type:
+    if types[name] is Outer:
+        raise ValueError("a product came by its factors")
+    return types[name]
 
 
 def _key(key: Any, path: tuple[Any, ...], name: str) -> str:
@@ -98,12 +105,18 @@ def _array(x: Tensor, path: tuple[Any, ...], name: str) -> Array:
 
 
 def _tensor(array: Array) -> Tensor:
-    # Not array.numpy(): it also opens zip files, and sets aside whatever memory a header asks for.
-    stream = io.BytesIO(array.data)
-    if npy.read_magic(stream) != (1, 0):
-        raise ValueError("an array is not in numpy's format 1.0")
-    shape, by_columns, dtype = npy.read_array_header_1_0(stream)
-    if dtype.kind not in "biuf" or list(shape) != list(array.shape) or str(dtype) != array.dtype or by_columns:
-        raise ValueError(f"an array says it is {array.dtype} {array.shape}, but is {dtype} {shape}")
+    """An array whose bytes are what it says they are.
+
+    Not `array.numpy()`, which also opens zip files and sets aside whatever memory a header asks for. A header is not
+    even parsed: it must be the one that numpy writes for this shape and type.
+    """
+    shape, dtype = tuple(array.shape), TYPES[array.dtype]
+    if not all(type(n) is int and 0 <= n < LONGEST for n in shape):
+        raise ValueError(f"an array has shape {shape}")
+    head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    begin = len(MAGIC) + 2
+    end = begin + int.from_bytes(array.data[len(MAGIC) : begin], "little")
+    if array.data[: len(MAGIC)] != MAGIC or array.data[begin:end].rstrip() != head:
+        raise ValueError(f"the bytes of an array are not those of {array.dtype} {shape}")
     # A copy: what comes out of a buffer is read-only.
-    return torch.from_numpy(np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape).copy())
+    return torch.from_numpy(np.frombuffer(array.data, dtype, offset=end).reshape(shape).copy())

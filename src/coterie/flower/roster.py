@@ -17,6 +17,7 @@ from coterie.key import Key
 from coterie.packed import Packed
 
 PARTS = ("train", "test")
+LARGEST = 2**28  # values of a row, for the server holds one
 TYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64, torch.float16, torch.long)} | {
     str(t).removeprefix("torch."): t for t in (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 }
@@ -53,10 +54,13 @@ class Rows:
 
     def __post_init__(self) -> None:
         for name, values in (("sizes", self.sizes), ("x", self.x), ("y", self.y), ("label", (self.label,))):
-            if not all(type(v) is int and -1 <= v < 2**40 for v in values):
+            low = -1 if name == "label" else 0
+            if not isinstance(values, tuple) or not all(type(v) is int and low <= v < 2**31 for v in values):
                 raise ValueError(f"'{name}' must be whole numbers")
         if self.x_type not in TYPES or self.y_type not in TYPES:
             raise ValueError(f"rows of {self.x_type} with targets of {self.y_type} are not known here")
+        if max(math.prod(self.x), math.prod(self.y)) > LARGEST:
+            raise ValueError(f"a row has more than {LARGEST} values")
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -97,6 +101,7 @@ class Site:
         return cls(name, named(name, federation).ids or (), Rows.of(federation.train), test, groups)
 
     def __post_init__(self) -> None:
+        "".join((self.name, *self.clients)).encode()  # half of a character has no bytes, and names are hashed
         m = len(self.clients)
         given = (self.train.sizes, self.test and self.test.sizes, self.groups)
         if any(values is not None and len(values) != m for values in given):
@@ -120,7 +125,7 @@ class Site:
             names = [str(c) for c in table["clients"]]
             groups = None if table["groups"] is None else tuple(int(g) for g in table["groups"])
             return cls(str(table["name"]), tuple(names), parts["train"], parts["test"], groups)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it does not say who its clients are ({type(error).__name__}: {error})") from error
 
 
