@@ -171,6 +171,14 @@ class IFCA(LocalTraining, Algorithm):
         """Line 6 for every client of the cohort."""
         return cohort.gather(self.choose, self.models(state), slots=self.k).slot.cpu()
 
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Line 6 for clients that are new, in the best restart; in the others they have never taken part."""
+        self._check(newcomers.task, newcomers)
+        labels = torch.full((self.restarts, len(newcomers)), -1)
+        labels[_best(state)] = self.place(state, newcomers)
+        more = torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
+        return state._replace(labels=torch.cat([state.labels, labels], 1), members=state.members + more)
+
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""
         return int(nearest(task, self.models(state), data)[0])

@@ -17,7 +17,7 @@ from coterie.executors.fused import Fused
 from coterie.federation import Federation
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.records import get_tree, put_tree
-from coterie.flower.roster import Site, named
+from coterie.flower.roster import Site, mark, named
 from coterie.flower.steps import rebuild_step, types_of
 from coterie.key import Key
 from coterie.precision import check_precision
@@ -48,6 +48,8 @@ class Node:
     def answer(self, category: str, content: RecordDict) -> RecordDict:
         """Run a step on the clients that are asked for: sums for "train", every reply for "query"."""
         told = _words(content, "step")
+        if told.get("mark") != mark(self.federation.ids or ()):
+            raise ValueError(f"site '{self.site}' has other clients now than when it enrolled")
         step = rebuild_step(told)
         types = types_of(step)
         shared = get_tree(content, "shared", types)
