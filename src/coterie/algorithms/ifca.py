@@ -325,7 +325,7 @@ class IFCA(LocalTraining, Algorithm):
         least = int(cohort.sizes.min())
         kept = least - int(self.holdout * least) if self._holds_out else least
         if self.resample and kept < 2 * self.resample:
-            who = cohort.federation.name(int(cohort.sizes.argmin()))
+            who = cohort.federation.name(int(cohort.clients[cohort.sizes.argmin()]))
             aside = f", {least - kept} of them held out" if kept < least else ""
             raise ValueError(
                 f"IFCA: resample={self.resample} needs at least {2 * self.resample} rows on every client, but "

@@ -154,8 +154,8 @@ class Flower(Cohort):
             )
             return self
         try:
-            site.check(self.task)
             cohort = self._over(self.roster.returned(node, site))
+            site.check(self.task)
         except ValueError as why:
             self._turn_away(node, f"site '{site.name}' is back, but cannot take part: {why}")
             return self
@@ -166,8 +166,8 @@ class Flower(Cohort):
     def _joined(self, node: int, site: Site, admit: Admit) -> Self:
         """The cohort with a new site, if there is a place for it."""
         try:
-            site.check(self.task)
             cohort = self._over(self.roster.joined(node, site))
+            site.check(self.task)
             placed = admit(cohort)
         except Exception as error:  # whatever a stranger sends, the run goes on
             known = isinstance(error, ValueError | ConnectionError)

@@ -110,6 +110,8 @@ class Site:
             raise ValueError(f"it tells about {m} clients, but not the same number of sizes or groups")
         if not m or min(self.train.sizes) < 1:
             raise ValueError("it has no client, or one without rows")
+        if self.test and self.test.kind != self.train.kind:
+            raise ValueError(f"its test rows are {self.test.kind}, its training rows {self.train.kind}")
 
     @property
     def mark(self) -> str:
@@ -234,10 +236,10 @@ class Roster:
         """The table once a known site is back, on a node with this number.
 
         Raises:
-            ValueError: Its clients are others than before.
+            ValueError: Its clients are others than before, or their rows of another kind.
         """
         at = self.sites.index(site.name)
-        if why := _changed(self.told[at].clients, site.clients):
+        if why := _changed(self.told[at], site):
             raise ValueError(why)
         both = list(zip(self.nodes, self.told, strict=True))
         return Roster.listed([*both[:at], (node, site), *both[at + 1 :]])
@@ -284,11 +286,13 @@ class Roster:
         return cls.listed([(AWAY, Site.from_plain(site)) for site in sites])
 
 
-def _changed(before: Sequence[str], now: Sequence[str]) -> str:
-    """What is different about the names of clients; "" if nothing is."""
-    if len(now) != len(before):
-        return f"it has {len(now)} clients, and had {len(before)} when it enrolled first"
-    for i, (old, new) in enumerate(zip(before, now, strict=True)):
+def _changed(before: Site, now: Site) -> str:
+    """What is different about a site's clients; "" if nothing is. They may have more or fewer rows."""
+    if len(now.clients) != len(before.clients):
+        return f"it has {len(now.clients)} clients, and had {len(before.clients)} when it enrolled first"
+    if now.train.kind != before.train.kind:
+        return f"its rows are {now.train.kind}, and were {before.train.kind} when it enrolled first"
+    for i, (old, new) in enumerate(zip(before.clients, now.clients, strict=True)):
         if old != new:
             return f"its client {i} is called '{new}', and was '{old}' when it enrolled first"
     return ""
