@@ -124,8 +124,7 @@ def check_rows(rows: Packed, part: str, name: Name) -> None:
     if part == "train" and bool((none := rows.sizes < 1).any()):
         raise ValueError(f"{name(int(none.nonzero()[0]))}: has no train rows, needs at least 1")
     for what, values in (("x", rows.x), ("y", rows.y)):
-        values = values[:1] if values.stride(0) == 0 else values  # one row, repeated without taking memory
-        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        if values.is_floating_point() and not bool(torch.isfinite(_distinct(values)).all()):
             bad = ~torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else ~torch.isfinite(values)
             first = int(bad.nonzero()[0])
             i = int(torch.searchsorted(rows.offsets, first, right=True)) - 1
@@ -134,6 +133,11 @@ def check_rows(rows: Packed, part: str, name: Name) -> None:
                 f"{name(i)}: {int(own.sum())} of its {len(own)} {part} rows have a value of {what} that is "
                 f"NaN or infinite (the first is row {first - int(rows.offsets[i])})"
             )
+
+
+def _distinct(values: Tensor) -> Tensor:
+    """The rows; the first where all are that one, which takes no memory, and must not here."""
+    return values[:1] if values.stride(0) == 0 else values
 
 
 def _tensor(values: Array, name: str, what: str) -> Tensor:

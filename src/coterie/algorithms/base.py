@@ -235,8 +235,14 @@ def membership(label: Tensor, k: int, mask: Tensor) -> Tensor:
     return (label[:, None] == torch.arange(k, device=label.device)) * mask[:, None]
 
 
-def remembered(labels: Tensor, n: int) -> Tensor:
-    """The labels that a client kept (…, n); chunks may have padded them to another length."""
+def remembered(labels: Any, n: int) -> Tensor:
+    """The labels that a client kept (…, n); chunks may have padded them to another length.
+
+    Raises:
+        ValueError: It kept none.
+    """
+    if not isinstance(labels, Tensor):
+        raise ValueError("clients remember nothing of this run: they missed its start, or their memory was lost")
     short = n - labels.shape[-1]
     return torch.nn.functional.pad(labels, (0, short), value=-1) if short > 0 else labels[..., :n]
 

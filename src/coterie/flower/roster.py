@@ -60,8 +60,6 @@ class Rows:
         for name, values in (("sizes", self.sizes), ("x", self.x), ("y", self.y), ("label", (self.label,))):
             if not all(type(v) is int and -1 <= v < 2**40 for v in values):
                 raise ValueError(f"'{name}' must be whole numbers")
-        if sum(self.sizes) >= 2**40:
-            raise ValueError("there are more rows than a site can have")
         if self.x_type not in TYPES or self.y_type not in TYPES:
             raise ValueError(f"rows of {self.x_type} with targets of {self.y_type} are not known here")
 
