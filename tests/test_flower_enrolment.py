@@ -21,6 +21,7 @@ from coterie.flower.steps import describe_step, types_of
 from coterie.key import Key
 from coterie.record import read_events
 from coterie.run import fit_on
+from coterie.secure.cohort import Secure
 from coterie.tree import leaves
 
 TASK = {"kind": "classifier", "model": {"name": "mlp", "sizes": [64, 16, 10]}}
@@ -156,7 +157,7 @@ def test_a_site_is_back_in_a_secure_sum_and_another_joins(task, sites, tmp_path)
     at = {1: swap, 2: [lambda: sites.start(2, 7)]}
     run = sites.fit(ct.FedAvg(tau=1), task, 3, at, out=tmp_path / "run", secure=ct.SecureSum(clip=100))
     assert [row["participants"] for row in run.history] == [6, 6, 12]
-    assert sites.log == [
+    assert [message for message in sites.log if message.startswith("flower")] == [
         "flower: site 'site-0' is back, as node 99",
         "flower: site 'site-2' joined with 6 clients: 6 in cluster 0",
     ]
@@ -283,6 +284,16 @@ def test_every_algorithm_lets_clients_join_or_says_that_it_does_not(name, task, 
     assert [x.shape for x in leaves(algorithm.models(state))] == [x.shape for x in leaves(algorithm.models(before))]
     after = simulated(algorithm, task, federation, [range(few)] * joins + [range(m)], joins=joins) if joins else state
     assert len(algorithm.labels(after)) == m
+
+
+@pytest.mark.parametrize("algorithm", [ct.IFCA(k=2, tau=1, init="random"), ct.FedX(k=2, tau=1, lr=0.1, init="random")])
+def test_clients_that_join_a_secure_sum_do_not_tell_their_cluster(algorithm, task, ragged):
+    settings = ct.SecureSum(clip=100)
+    few, all_ = (Secure(cohort_of(f, task), settings) for f in (ragged.select(range(9)), ragged))
+    state, _ = algorithm.round(algorithm.start(task, few.at(0), Key.of(0)), few.at(0))
+    state = algorithm.join(state, all_.only(range(9, 12)).at(1))
+    state, report = algorithm.round(state, all_.at(1))
+    assert algorithm.labels(state).tolist() == [-1] * 12 and len(report.clients) == 12
 
 
 def test_clients_wait_where_the_algorithm_takes_none(task, sites, tmp_path):

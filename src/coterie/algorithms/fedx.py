@@ -181,10 +181,12 @@ class FedX(Algorithm):
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Line 6 for clients that are new; a step size that was found becomes smaller if they need it."""
-        own = self.place(state, newcomers)
+        own = torch.full((len(newcomers),), -1)
+        if bool((state.labels >= 0).any()):  # else nobody has told a cluster yet, or nobody tells
+            own = self.place(state, newcomers)
         return state._replace(
             labels=torch.cat([state.labels, own]),
-            members=state.members + torch.bincount(own, minlength=self.k),
+            members=state.members + torch.bincount(own[own >= 0], minlength=self.k),
             lr=min(state.lr, self._step_size(newcomers.task, newcomers)),
         )
 

@@ -175,7 +175,8 @@ class IFCA(LocalTraining, Algorithm):
         """Line 6 for clients that are new, in the best restart; in the others they have never taken part."""
         self._check(newcomers.task, newcomers)
         labels = torch.full((self.restarts, len(newcomers)), -1)
-        labels[_best(state)] = self.place(state, newcomers)
+        if bool((state.labels >= 0).any()):  # else nobody has told a cluster yet, or nobody tells
+            labels[_best(state)] = self.place(state, newcomers)
         more = torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
         return state._replace(labels=torch.cat([state.labels, labels], 1), members=state.members + more)
 
