@@ -503,6 +503,17 @@ def test_too_few_are_there_to_go_on(sites, tmp_path):
         server(sites, tmp_path / "run", CFL, 6, resume=True, min_replies=2)
 
 
+def test_a_run_that_cannot_go_on_says_why(ragged, sites, tmp_path):
+    with pytest.raises(Killed):
+        server(sites, tmp_path / "run", CFL, 6, kill=3)
+    sites.start(1, 80, ragged.select([3, 4]))
+    sites.stop(8)
+    with pytest.raises(TooFew, match="1 of 2 nodes have answered, 2 are needed"):
+        server(sites, tmp_path / "run", CFL, 6, resume=True, min_replies=2)
+    log = [e["message"] for e in read_events(tmp_path / "run") if e["event"] == "log"]
+    assert "site 'site-1' is back, but cannot take part: it has 2 clients, and had 3 when it enrolled first" in log[-2]
+
+
 def test_a_finished_run_that_is_resumed_lets_nobody_in(sites, tmp_path):
     one = server(sites, tmp_path / "run", CFL, 3)
     sites.start(2, 7)

@@ -319,6 +319,7 @@ class _Loop:
             return self._finish()
         except (KeyboardInterrupt, ConnectionError):  # the second where another process of the run is gone
             self._checkpoint(force=True)
+            self._tell()  # it may say why
             if self.cohort.leads:
                 _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
@@ -464,7 +465,7 @@ class _Loop:
         messages = self.cohort.ledger.messages
         while messages:
             log.info(message := messages.pop(0))
-            if self.record:
+            if self.record and self.state is not None:  # else there is no folder yet
                 self.record.event("log", message=message)
 
     def _result(self) -> Run:

@@ -170,7 +170,7 @@ class Flower(Cohort):
             site.check(self.task)
             placed = admit(cohort)
         except Exception as error:  # whatever a stranger sends, the run goes on
-            known = isinstance(error, ValueError | ConnectionError)
+            known = isinstance(error, ValueError | OSError)
             why = error if known else f"what it sent does not fit ({type(error).__name__}: {error})"
             self._turn_away(node, f"site '{site.name}' cannot join: {why}")
             return self
