@@ -46,7 +46,7 @@ class Record:
 
     def roster(self, content: Any) -> None:
         """Write who the clients are, in their order."""
-        snapshot.write_text(self.path / ROSTER, json.dumps(content, indent=1) + "\n")
+        snapshot.write_text(self.path / ROSTER, json.dumps(content) + "\n")
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
