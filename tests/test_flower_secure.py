@@ -197,8 +197,10 @@ def form_of(message):
 def secrets_of(grid, cohort, shared):
     """What no message may hold: every client's update, and the sum of each node's, however they may be written."""
     out = set()
-    for node in grid.nodes.values():
-        reply = Reply(**node._step("query", cohort._inner.request(STEP, shared, K, torch.arange(2), None)))
+    inner = cohort._inner
+    for s, at in inner.by_site().items():
+        node = grid.nodes[inner.roster.nodes[s]]
+        reply = Reply(**node._step("query", inner.request(STEP, shared, K, at, None)))
         code = Code.of(2.0**20, 12, reply, K, "step")
         sheets = [code.sheet(take(reply, i), "") for i in range(2)]
         numbers = flat(reply.update, 2)[:, 0]

@@ -71,6 +71,9 @@ class Absent(Exception):
         self.clients = clients
 
 
+Admit = Callable[["Cohort"], str]  # given all clients, new ones last: lets those in and says how, or raises ValueError
+
+
 class Cohort(ABC):
     """Some clients of a federation at some moment of a run.
 
@@ -138,6 +141,26 @@ class Cohort(ABC):
             Absent: Some were not heard, or not believed.
         """
         return work(self)
+
+    def renewed(self, admit: Admit | None = None) -> Self:
+        """The cohort at the beginning of a round, where clients come and go: who is back can be reached again.
+
+        Args:
+            admit: Takes new clients in; they wait where it is not given.
+        """
+        return self
+
+    def first(self, clients: int) -> Self:
+        """The cohort of all as it was when there were so many, before others joined.
+
+        Raises:
+            ValueError: There never were.
+        """
+        raise ValueError(f"the run was made with {clients} clients, but there are {len(self)}")
+
+    def listed(self) -> dict[str, Any] | None:
+        """Who the clients are, as a table for JSON by which a resumed run knows them; None where they do not change."""
+        return None
 
     def fold(self, *more: int) -> Self:
         """The cohort at a finer moment, for algorithms that exchange several times in a round."""

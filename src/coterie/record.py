@@ -2,6 +2,7 @@
 
 config.toml                         algorithm, task, data, seed, rounds
 events.jsonl                        one line per round, and what the executor had to say
+roster.json                         who the clients are, where they are elsewhere and may come and go
 checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
 final/models.safetensors            the k models, stacked
 final/result.json                   labels and scores
@@ -19,6 +20,7 @@ from typing import Any
 from coterie import snapshot
 from coterie.tree import Params
 
+ROSTER = "roster.json"
 KEPT = 2  # checkpoints: the one before is there should the last be damaged
 PACE = 10  # a checkpoint is written once it is this many times cheaper than the work since the last
 
@@ -41,6 +43,10 @@ class Record:
     def begin(self) -> None:
         """Write the configuration: from now on the folder holds a run."""
         snapshot.write_text(self.path / "config.toml", to_toml(self.config))
+
+    def roster(self, content: Any) -> None:
+        """Write who the clients are, in their order."""
+        snapshot.write_text(self.path / ROSTER, json.dumps(content) + "\n")
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
@@ -92,6 +98,9 @@ class Onlooker(Record):
     def begin(self) -> None:
         """Nothing: it is written already, or will be."""
 
+    def roster(self, content: Any) -> None:
+        """Nothing."""
+
     def event(self, kind: str, **values: Any) -> None:
         """Nothing."""
 
@@ -115,6 +124,20 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.toml").is_file():
         raise ValueError(f"{path} is not a run folder: it has no config.toml")
     return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+
+
+def read_roster(path: Path) -> Any | None:
+    """roster.json as it was written; None where there is none.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    if not (file := path / ROSTER).is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error})") from error
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

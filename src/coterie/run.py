@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -311,6 +312,8 @@ class _Loop:
 
     def run(self, resume: bool) -> Run:
         try:
+            if resume:
+                self.cohort = self.cohort.renewed()  # clients may be reached in another way than before
             if not (resume and self._restore()):
                 self._start()
             for t in range(self.now.done, self.rounds):
@@ -320,6 +323,7 @@ class _Loop:
             return self._finish()
         except (KeyboardInterrupt, ConnectionError):  # the second where another process of the run is gone
             self._checkpoint(force=True)
+            self._tell()  # it may say why
             if self.cohort.leads:
                 _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
@@ -333,11 +337,13 @@ class _Loop:
         self.start_seconds = time.perf_counter() - begin  # charged to the first round, as its bytes are
         if self.record:
             self.record.begin()
+        self._keep(self.cohort)
         self._publish(state, 0)
 
     def _round(self, t: int) -> None:
         begin = time.perf_counter()
         before = self.cohort.ledger.bytes_down, self.cohort.ledger.bytes_up
+        self._meet(t)
         state, report = self._heard(lambda cohort: self.algorithm.round(self.state, cohort.attempt(t + 1).at(t)))
         self._check_finite(t, state, report)
         seconds = time.perf_counter() - begin
@@ -354,6 +360,30 @@ class _Loop:
         self._checkpoint(force=self.cohort.remote)
         for callback in self.callbacks:
             callback(row)
+
+    def _meet(self, t: int) -> None:
+        """Before a round: reach clients that are back, and let those in that are new."""
+        cohort = self.cohort.renewed(lambda wider: self._admit(wider, t))
+        if cohort is not self.cohort:
+            self._keep(cohort)
+        self.cohort = cohort
+
+    def _admit(self, wider: Cohort, t: int) -> str:
+        """Take the clients in that a wider cohort has at its end; how they were placed."""
+        m = len(self.cohort)
+        # What they keep is as if they had kept it in the last round: a new try at this one must not void it.
+        new = wider.only(torch.arange(m, len(wider))).attempt(t).at(t)
+        state = self.algorithm.join(self.state, new)
+        placed = _placed(self.algorithm.labels(state)[m:].tolist())
+        self._keep(wider)  # first: a resumed run finds clients that its checkpoint does not know, but never misses any
+        self.cohort = wider
+        self._publish(state, t)
+        return placed
+
+    def _keep(self, cohort: Cohort) -> None:
+        """Have the run folder tell who the clients are."""
+        if self.record and (told := cohort.listed()) is not None:
+            self.record.roster(told)
 
     def _heard(self, work: Callable[[Cohort], Any]) -> Any:
         """Do a piece of work with all clients; where some were not heard, again from its beginning without them."""
@@ -428,6 +458,8 @@ class _Loop:
             raise ValueError(f"{self.record.path} has {content['done']} rounds already, more than {self.rounds}")
         self.record.begin()  # it may be resumed for more rounds
         self.history = self.record.rewind(content["done"])
+        if (m := len(self.algorithm.labels(content["state"]))) != len(self.cohort):
+            self.cohort = self.cohort.first(m)
         self.cohort.ledger.memory = content["memory"]
         self.cohort.ledger.chunks = content["chunks"]
         self._publish(to_device(content["state"], self.cohort.device), content["done"])
@@ -437,7 +469,7 @@ class _Loop:
         messages = self.cohort.ledger.messages
         while messages:
             log.info(message := messages.pop(0))
-            if self.record:
+            if self.record and self.state is not None:  # else there is no folder yet
                 self.record.event("log", message=message)
 
     def _result(self) -> Run:
@@ -496,6 +528,17 @@ def _summary(run: Run) -> dict[str, Any]:
         "executor": run._cohort.executor,
         "device": _device_name(run._cohort.device),
     }
+
+
+def _placed(labels: list[int]) -> str:
+    """How many clients there are, and in which clusters.
+
+    Example:
+        >>> _placed([0, 1, 0, -1])
+        '4 clients: 2 in cluster 0, 1 in cluster 1'
+    """
+    each = [f"{n} in cluster {j}" for j, n in sorted(Counter(j for j in labels if j >= 0).items())]
+    return f"{len(labels)} client{'s' if len(labels) > 1 else ''}{': ' if each else ''}{', '.join(each)}"
 
 
 def _names(clusters: set[int]) -> str:

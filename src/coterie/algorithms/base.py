@@ -66,6 +66,18 @@ class Algorithm(ABC):
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The cluster of one client, old or new."""
 
+    def join(self, state: Any, newcomers: Cohort) -> Any:
+        """The state with more clients, who are the last of the federation, placed as `assign` places a new one.
+
+        Args:
+            state: About the clients before them.
+            newcomers: They alone.
+
+        Raises:
+            ValueError: It takes nobody once it has begun, or not these.
+        """
+        raise ValueError(f"{type(self).__name__} takes no clients once it has begun")
+
     def members(self, state: Any) -> Tensor:
         """How many clients each cluster has, as the server knows it (k,)."""
         known = self.labels(state)
@@ -115,6 +127,10 @@ class PointAlgorithm(Algorithm):
     def labels(self, state: Any) -> Tensor:
         """Clients as a whole are in no cluster."""
         return torch.full((state.clients,), -1)
+
+    def join(self, state: Any, newcomers: Cohort) -> Any:
+        """Clients as a whole need no placing, and their points choose in every round."""
+        return state._replace(clients=newcomers.population)
 
     def members(self, state: Any) -> Tensor:
         """How many points each cluster has (k,)."""
@@ -219,8 +235,14 @@ def membership(label: Tensor, k: int, mask: Tensor) -> Tensor:
     return (label[:, None] == torch.arange(k, device=label.device)) * mask[:, None]
 
 
-def remembered(labels: Tensor, n: int) -> Tensor:
-    """The labels that a client kept (…, n); chunks may have padded them to another length."""
+def remembered(labels: Any, n: int) -> Tensor:
+    """The labels that a client kept (…, n); chunks may have padded them to another length.
+
+    Raises:
+        ValueError: It kept none.
+    """
+    if not isinstance(labels, Tensor):
+        raise ValueError("clients remember nothing of this run: they missed its start, or their memory was lost")
     short = n - labels.shape[-1]
     return torch.nn.functional.pad(labels, (0, short), value=-1) if short > 0 else labels[..., :n]
 

@@ -243,6 +243,20 @@ class CFL(LocalTraining, Algorithm):
         known = state.node[cohort.clients] if cohort.part == "train" else torch.full((len(cohort),), ROOT)
         return self.labels(state._replace(node=self._walk(state, cohort, known)[0]))
 
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Algorithm 4 for clients that are new; one that cannot be compared waits at the root."""
+        n, root = len(newcomers), torch.full((len(newcomers),), ROOT)
+        found, sure = self._walk(state, newcomers, root)
+        return state._replace(
+            node=torch.cat([state.node, torch.where(sure, found, root).to(state.node)]),
+            updates=_more(state.updates, n, 0.0),
+            heard=_more(state.heard, n, -1),
+            mute=_more(state.mute, n, False),
+            weight=_more(state.weight, n, 0.0),
+            held=_more(state.held, n, torch.inf),
+            before=_more(state.before, n, torch.inf),
+        )
+
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Algorithm 4: walk down the tree, always to the branch with the most similar update."""
         v, step, n = ROOT, self.probe(task), len(data.x)  # line 2
@@ -534,6 +548,11 @@ def _comparable(vectors: Tensor, weight: Tensor) -> Tensor:
 def _anew(values: Tensor, c: int, value: float) -> Tensor:
     """One value per leaf (k,), begun anew for leaf c and for one more."""
     return torch.cat([values[:c], values.new_full((1,), value), values[c + 1 :], values.new_full((1,), value)])
+
+
+def _more(values: Tensor, n: int, value: float) -> Tensor:
+    """Values of clients (m, …), and the same value for n more."""
+    return torch.cat([values, values.new_full((n, *values.shape[1:]), value)])
 
 
 def _put(whole: Tensor, at: Tensor, rows: Tensor) -> Tensor:

@@ -79,6 +79,10 @@ class FedAvg(LocalTraining, Algorithm):
         """Everybody is in the one cluster."""
         return torch.zeros(len(cohort), dtype=torch.long)
 
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Everybody is in the one cluster."""
+        return state._replace(clients=newcomers.population)
+
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Everybody is in the one cluster."""
         return 0

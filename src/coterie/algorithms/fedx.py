@@ -179,6 +179,17 @@ class FedX(Algorithm):
         """Line 6 for every client of the cohort."""
         return cohort.gather(self.choose, state.theta, slots=self.k).slot.cpu()
 
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Line 6 for clients that are new; a step size that was found becomes smaller if they need it."""
+        own = torch.full((len(newcomers),), -1)
+        if bool((state.labels >= 0).any()):  # else nobody has told a cluster yet, or nobody tells
+            own = self.place(state, newcomers)
+        return state._replace(
+            labels=torch.cat([state.labels, own]),
+            members=state.members + torch.bincount(own[own >= 0], minlength=self.k),
+            lr=min(state.lr, self._step_size(newcomers.task, newcomers)),
+        )
+
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""
         return int(nearest(task, state.theta, data)[0])

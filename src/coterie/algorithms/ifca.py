@@ -171,6 +171,15 @@ class IFCA(LocalTraining, Algorithm):
         """Line 6 for every client of the cohort."""
         return cohort.gather(self.choose, self.models(state), slots=self.k).slot.cpu()
 
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Line 6 for clients that are new, in the best restart; in the others they have never taken part."""
+        self._check(newcomers.task, newcomers)
+        labels = torch.full((self.restarts, len(newcomers)), -1)
+        if bool((state.labels >= 0).any()):  # else nobody has told a cluster yet, or nobody tells
+            labels[_best(state)] = self.place(state, newcomers)
+        more = torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
+        return state._replace(labels=torch.cat([state.labels, labels], 1), members=state.members + more)
+
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Line 6 for a client that may have taken no part in training."""
         return int(nearest(task, self.models(state), data)[0])
@@ -317,7 +326,7 @@ class IFCA(LocalTraining, Algorithm):
         least = int(cohort.sizes.min())
         kept = least - int(self.holdout * least) if self._holds_out else least
         if self.resample and kept < 2 * self.resample:
-            who = cohort.federation.name(int(cohort.sizes.argmin()))
+            who = cohort.federation.name(int(cohort.clients[cohort.sizes.argmin()]))
             aside = f", {least - kept} of them held out" if kept < least else ""
             raise ValueError(
                 f"IFCA: resample={self.resample} needs at least {2 * self.resample} rows on every client, but "

@@ -242,6 +242,12 @@ class UIFCA(PointAlgorithm):
 
         return ClientStep(run)
 
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Line 7 for the points of clients that are new, who remember it; sums will have them after the next round."""
+        about = state.moments.about if isinstance(state.moments, Moments) else ()
+        newcomers.combine(self.begin, {"theta": state.theta, "about": about})
+        return super().join(state, newcomers)
+
     def models(self, state: State) -> Params:
         """The K models of the best restart."""
         return take(state.theta, _best(state))

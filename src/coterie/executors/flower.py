@@ -19,9 +19,10 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from coterie.client import ClientStep, Reply
-from coterie.cohort import Absent, Cohort, Step, Sums
+from coterie.cohort import Absent, Admit, Cohort, Step, Sums
 from coterie.flower import checks
 from coterie.flower.checks import Asked, Verb
+from coterie.flower.desk import Desk
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.roster import Roster, Site
 from coterie.key import Key
@@ -103,7 +104,7 @@ class Flower(Cohort):
         self.grid, self.roster, self.language = grid, roster, language
         self.run, self.min_replies, self.deadline = run, min_replies, deadline
         self.faults: Counter[str] = Counter()  # exchanges from which each site was left out
-        self._task = plain_task(task)
+        self._task, self._desk = plain_task(task), Desk()
         self._unit, self._attempt = OUTSIDE, secrets.token_hex(8)
         self._present = len(roster.sites)  # those that have not failed in this piece of work
         self._alone = set[int]()  # sites whose answers in this piece of work could be compared with nobody's
@@ -128,6 +129,32 @@ class Flower(Cohort):
             why = f"its answer, which could be compared with nobody's, is of no use: {type(error).__name__}: {error}"
             self._settle(dict.fromkeys(self._alone, why), self.by_site())
 
+    def renewed(self, admit: Admit | None = None) -> Self:
+        """Ask nodes that are not in the roster who they are: known sites are back, others are new and come last."""
+        online = set(self.grid.get_node_ids())
+        strangers = self._desk.strangers(online, self.roster.nodes)
+        known = self.roster.federation.groups is not None  # new sites tell their true groups if the others have
+        told, faults = ask_sites(self.grid, self.task, strangers, self.deadline, groups=known)
+        for node, why in faults.items():
+            self._turn_away(node, f"node {node} cannot take part: {why}")
+        for node, site in told.items():
+            self._desk.claim(node, site)
+        cohort = self
+        for node, site in self._desk.claims():
+            if site.name in cohort.roster.sites:
+                cohort = cohort._returned(node, site, online)
+            elif admit is not None:
+                cohort = cohort._joined(node, site, admit)
+        return cohort
+
+    def first(self, clients: int) -> Self:
+        """The cohort of all as it was when there were so many: those who joined later have to join again."""
+        return self._over(self.roster.first(clients))
+
+    def listed(self) -> dict[str, Any]:
+        """The roster."""
+        return self.roster.to_plain()
+
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the nodes' sums up, in the order of their names."""
         found = self._ask("combine", step, shared, slots, rows)
@@ -140,6 +167,51 @@ class Flower(Cohort):
     def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         return Reply(**self._in_order(self._ask("gather", step, shared, slots, rows)))
+
+    def _returned(self, node: int, site: Site, online: set[int]) -> Self:
+        """The cohort with a known site on this node; without, if the site is on another or is not what it was."""
+        old = self.roster.nodes[self.roster.sites.index(site.name)]
+        if old in online:  # it may be an impostor, or Flower has not noticed yet that the old node is gone
+            self._say(
+                node, f"node {node} has to wait: it says that it is site '{site.name}', whose node {old} is there"
+            )
+            return self
+        try:
+            cohort = self._over(self.roster.returned(node, site))
+        except ValueError as why:
+            self._turn_away(node, f"site '{site.name}' is back, but cannot take part: {why}")
+            return self
+        self._desk.let_in(node)
+        self.tell(f"flower: site '{site.name}' is back, as node {node}")
+        return cohort
+
+    def _joined(self, node: int, site: Site, admit: Admit) -> Self:
+        """The cohort with a new site, if there is a place for it."""
+        try:
+            cohort = self._over(self.roster.joined(node, site))
+            placed = admit(cohort)
+        except Exception as error:  # whatever a stranger sends, the run goes on
+            known = isinstance(error, ValueError | OSError)
+            why = error if known else f"what it sent does not fit ({type(error).__name__}: {error})"
+            self._turn_away(node, f"site '{site.name}' cannot join: {why}")
+            return self
+        self._desk.let_in(node)
+        self.tell(f"flower: site '{site.name}' joined with {placed}")
+        return cohort
+
+    def _turn_away(self, node: int, message: str) -> None:
+        self._desk.turn_away(node)
+        self._say(node, message)
+
+    def _say(self, node: int, message: str) -> None:
+        """Have the log tell something about a node that is not in the roster, once."""
+        if self._desk.is_news(node, message):
+            self.tell(f"flower: {_brief(message)}")
+
+    def _over(self, roster: Roster) -> Self:
+        """The cohort of all clients of a roster."""
+        everybody = torch.arange(len(roster.federation))
+        return self._but(roster=roster, federation=roster.federation, clients=everybody, _present=len(roster.sites))
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
         raise NotImplementedError("flower: clients' steps run on the nodes")
@@ -186,6 +258,7 @@ class Flower(Cohort):
                 **self.language.describe(step),
                 "task": self._task,
                 "clients": self.roster.place[self.clients[at]].tolist(),
+                "mark": self.roster.told[int(self.roster.site[self.clients[at[0]]])].mark,
                 "slots": slots,
                 "part": self.part,
                 "when": json.dumps(self.when),
@@ -272,23 +345,41 @@ def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups
     Raises:
         TooFew: They have not come, or not answered, in time; says what each said.
     """
+    told, faults = ask_sites(grid, task, wait_for(grid, nodes, deadline), deadline, groups=groups)
+    if len(told) < nodes:
+        said = "; ".join(f"node {node}: {why}" for node, why in faults.items())
+        raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. {said}")
+    return Roster.of(list(told.items()))
+
+
+def wait_for(grid: Grid, nodes: int, deadline: float) -> list[int]:
+    """Wait until so many nodes are there; the numbers of all that are.
+
+    Raises:
+        TooFew: They have not come in time.
+    """
     end = time.monotonic() + deadline
     while len(there := sorted(grid.get_node_ids())) < nodes:
         if time.monotonic() > end:
             raise TooFew(f"flower: {len(there)} of {nodes} nodes came within {deadline:g} s")
         time.sleep(POLL)
+    return there
+
+
+def ask_sites(
+    grid: Grid, task: Task, nodes: Sequence[int], deadline: float, *, groups: bool
+) -> tuple[dict[int, Site], dict[int, str]]:
+    """Ask nodes who their clients are: what each told, and why others did not. Each is judged by itself."""
     content = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": groups})})
-    told, faults = [], []
-    for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in there}, deadline).items():
+    told, faults = dict[int, Site](), dict[int, str]()
+    for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in nodes}, deadline).items():
         try:
             site = _site(message)
-            Roster.of([(node, site)]).federation.check(task)  # one that lies about its rows must not stop the others
-            told.append((node, site))
+            site.check(task)
+            told[node] = site
         except (ValueError, RuntimeError) as error:  # torch raises the second where it can get no memory
-            faults.append(f"node {node}: {_brief(str(error))}")
-    if len(told) < nodes:
-        raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. " + "; ".join(faults))
-    return Roster.of(told)
+            faults[node] = _brief(str(error))
+    return told, faults
 
 
 def _site(message: Message | None) -> Site:

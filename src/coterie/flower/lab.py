@@ -291,6 +291,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def listens(port: int) -> bool:
+    """Whether somebody takes connections at a port of loopback."""
     with socket.socket() as s:
         s.settimeout(0.5)
         return s.connect_ex(("127.0.0.1", port)) == 0

@@ -21,7 +21,7 @@ from coterie.flower import secure
 from coterie.flower.data_file import load_federation
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.records import get_tree, put_tree
-from coterie.flower.roster import Site, named
+from coterie.flower.roster import Site, mark, named
 from coterie.flower.steps import rebuild_step, types_of
 from coterie.key import Key
 from coterie.precision import check_precision
@@ -70,6 +70,8 @@ class Node:
 
     def _step(self, category: str, content: RecordDict) -> dict[str, Any]:
         told = _words(content, "step")
+        if told.get("mark") != mark(self.federation.ids or ()):
+            raise ValueError(f"site '{self.site}' has other clients now than when it enrolled")
         step = rebuild_step(told)
         types = types_of(step)
         shared = get_tree(content, "shared", types)

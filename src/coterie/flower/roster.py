@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +18,9 @@ from torch import Tensor
 from coterie.federation import Federation
 from coterie.key import Key
 from coterie.packed import Packed
+from coterie.task import Task
 
+AWAY = -1  # in place of Flower's number of a node that has not come back yet
 PARTS = ("train", "test")
 LARGEST = 2**28  # values of a row, for the server holds one
 TYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64, torch.float16, torch.long)} | {
@@ -108,6 +113,24 @@ class Site:
             raise ValueError(f"it tells about {m} clients, but not the same number of sizes or groups")
         if not m or min(self.train.sizes) < 1:
             raise ValueError("it has no client, or one without rows")
+        if self.test and self.test.kind != self.train.kind:
+            raise ValueError(f"its test rows are {self.test.kind}, its training rows {self.train.kind}")
+
+    @property
+    def mark(self) -> str:
+        """A few characters that tell these clients, in this order, from others."""
+        return mark(self.clients)
+
+    def check(self, task: Task) -> None:
+        """Refuse rows that the task's model cannot take. One of every client is enough: all are the same.
+
+        Raises:
+            ValueError: Says what is wrong with them.
+        """
+        one = (1,) * len(self.clients)
+        train, test = (part and dataclasses.replace(part, sizes=one) for part in (self.train, self.test))
+        assert train is not None
+        Roster.of([(AWAY, dataclasses.replace(self, train=train, test=test))]).federation.check(task)
 
     def to_plain(self) -> dict[str, Any]:
         """The same as a table for JSON."""
@@ -133,6 +156,16 @@ def _tuples(table: dict[str, Any]) -> dict[str, Any]:
     return {n: tuple(v) if isinstance(v, list) else v for n, v in table.items()}
 
 
+def mark(names: Iterable[str]) -> str:
+    """A few characters that are others where a name is, or the order of names.
+
+    Example:
+        >>> mark(["a", "b"]) == mark(("a", "b")), mark(["a", "b"]) == mark(["b", "a"])
+        (True, False)
+    """
+    return hashlib.blake2b(json.dumps(list(names)).encode(), digest_size=8).hexdigest()
+
+
 def named(site: str, federation: Federation) -> Federation:
     """A node's clients under names that no other node's have: their own, or the site's and a number."""
     if federation.ids is not None:
@@ -142,18 +175,18 @@ def named(site: str, federation: Federation) -> Federation:
 
 @dataclass(frozen=True)
 class Roster:
-    """All clients of all nodes.
+    """All clients of all nodes. It never changes: `returned`, `joined` and `first` make another one.
 
     Attributes:
-        sites: The names of the sites, sorted.
-        nodes: Flower's number of each site's node.
+        told: What the sites told, in their order: that of their names, then those that joined later.
+        nodes: Flower's number of each site's node, `AWAY` where there is none.
         federation: The clients' names, sizes and groups, with rows that say nothing: every one is the same, and every
             target is the largest label. They take no memory.
         site: The position of each client's site (m,).
         place: The position of each client at its site (m,).
     """
 
-    sites: tuple[str, ...]
+    told: tuple[Site, ...]
     nodes: tuple[int, ...]
     federation: Federation
     site: Tensor
@@ -166,7 +199,15 @@ class Roster:
         Raises:
             ValueError: Two sites, or two clients, have one name, or rows differ in kind.
         """
-        told = sorted(told, key=lambda each: each[1].name)
+        return cls.listed(sorted(told, key=lambda each: each[1].name))
+
+    @classmethod
+    def listed(cls, told: Sequence[tuple[int, Site]]) -> Roster:
+        """The table of what nodes told, in this order.
+
+        Raises:
+            ValueError: As for `of`.
+        """
         sites = [site for _, site in told]
         for what, names in (("sites", [s.name for s in sites]), ("clients", [c for s in sites for c in s.clients])):
             name, count = Counter(names).most_common(1)[0] if names else ("", 0)
@@ -182,12 +223,82 @@ class Roster:
             test=_blank(test, [s.name for s in sites]) if len(test) == len(sites) else None,
             groups=groups,
             ids=tuple(c for s in sites for c in s.clients),
-            source={"name": "flower", "sites": [s.name for s in sites]},
+            source={"name": "flower"},  # not the sites: they come and go, and are in the run folder's roster
         )
         counts = torch.tensor([len(s.clients) for s in sites])
         place = torch.cat([torch.arange(int(n)) for n in counts])
         site = torch.arange(len(sites)).repeat_interleave(counts)
-        return cls(tuple(s.name for s in sites), tuple(node for node, _ in told), federation, site, place)
+        return cls(tuple(sites), tuple(node for node, _ in told), federation, site, place)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites."""
+        return tuple(site.name for site in self.told)
+
+    def returned(self, node: int, site: Site) -> Roster:
+        """The table once a known site is back, on a node with this number.
+
+        Raises:
+            ValueError: Its clients are others than before, or their rows of another kind.
+        """
+        at = self.sites.index(site.name)
+        if why := _changed(self.told[at], site):
+            raise ValueError(why)
+        both = list(zip(self.nodes, self.told, strict=True))
+        return Roster.listed([*both[:at], (node, site), *both[at + 1 :]])
+
+    def joined(self, node: int, site: Site) -> Roster:
+        """The table with one more site, whose clients come last: the positions of all others stay.
+
+        Raises:
+            ValueError: As for `of`.
+        """
+        return Roster.listed([*zip(self.nodes, self.told, strict=True), (node, site)])
+
+    def first(self, clients: int) -> Roster:
+        """The table as it was when it had so many clients.
+
+        Raises:
+            ValueError: It never had.
+        """
+        ends = list(accumulate(len(site.clients) for site in self.told))
+        if clients not in ends:
+            raise ValueError(f"the run was made with {clients} clients, which are not the first of these {ends[-1]}")
+        count = ends.index(clients) + 1
+        return Roster.listed(list(zip(self.nodes[:count], self.told, strict=False)))
+
+    def to_plain(self) -> dict[str, Any]:
+        """What the sites told, as a table for JSON. Numbers of nodes are left out: they may be others the next time."""
+        return {"sites": [site.to_plain() for site in self.told]}
+
+    @classmethod
+    def from_plain(cls, table: Any) -> Roster:
+        """The table that `to_plain` described, with all nodes away.
+
+        Example:
+            >>> rows = [(torch.zeros(3, 2), torch.zeros(3))]
+            >>> roster = Roster.of([(5, Site.of("b", Federation.from_clients(rows)))])
+            >>> Roster.from_plain(json.loads(json.dumps(roster.to_plain()))).nodes
+            (-1,)
+
+        Raises:
+            ValueError: It is not what `to_plain` writes.
+        """
+        if not isinstance(table, dict) or not isinstance(sites := table.get("sites"), list):
+            raise ValueError("it lists no sites")
+        return cls.listed([(AWAY, Site.from_plain(site)) for site in sites])
+
+
+def _changed(before: Site, now: Site) -> str:
+    """What is different about a site's clients; "" if nothing is. They may have more or fewer rows."""
+    if len(now.clients) != len(before.clients):
+        return f"it has {len(now.clients)} clients, and had {len(before.clients)} when it enrolled first"
+    if now.train.kind != before.train.kind:
+        return f"its rows are {now.train.kind}, and were {before.train.kind} when it enrolled first"
+    for i, (old, new) in enumerate(zip(before.clients, now.clients, strict=True)):
+        if old != new:
+            return f"its client {i} is called '{new}', and was '{old}' when it enrolled first"
+    return ""
 
 
 def _blank(rows: Sequence[Rows], names: Sequence[str]) -> Packed:

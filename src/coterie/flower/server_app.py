@@ -21,10 +21,12 @@ from flwr.serverapp import ServerApp
 
 from coterie.algorithms.base import Algorithm
 from coterie.config import build_algorithm, build_secure, build_task
-from coterie.executors.flower import Flower, Grid, Language, enrol, plain_task
+from coterie.executors.flower import Flower, Grid, Language, enrol, plain_task, wait_for
 from coterie.flower.data_file import find_data_file
+from coterie.flower.roster import Roster
 from coterie.flower.steps import describe_step, types_of
 from coterie.precision import Precision, check_precision
+from coterie.record import read_roster
 from coterie.run import Run, fit_on
 from coterie.settings import nearest_name, setting, validate
 from coterie.task import Task
@@ -41,7 +43,7 @@ class Settings:
     Args:
         config: The config.toml; a relative path is beside data.py.
         out: The run folder on the server; "" writes nothing.
-        resume: Whether to go on from the newest checkpoint in `out`.
+        resume: Whether to go on from the newest checkpoint in `out`, as soon as `min_replies` nodes are there.
         nodes: How many nodes to wait for at the start.
         min_replies: How many must answer in every exchange, or the run stops.
         deadline: Seconds that nodes have to answer.
@@ -113,11 +115,9 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
         tables: The contents of the config.toml.
     """
     algorithm, task, asked, precision = parse(tables)
-    # Under a secure sum there is nothing that true groups could be compared with.
-    roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline, groups="secure" not in asked)
-    roster.federation.check(task)
-    log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
     out = Path(settings.out).expanduser().absolute() if settings.out else None
+    roster = _roster(grid, task, settings, out, secret="secure" in asked)
+    log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
     return fit_on(
         lambda key: Flower(
             grid,
@@ -135,6 +135,21 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
         out=out,
         resume=settings.resume,
     )
+
+
+def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> Roster:
+    """Who takes part: at a resume those who did before, of whom some may be missing."""
+    kept = read_roster(out) if settings.resume and out else None
+    if kept is None:
+        # Under a secure sum there is nothing that true groups could be compared with.
+        roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline, groups=not secret)
+        roster.federation.check(task)
+        return roster
+    wait_for(grid, settings.min_replies, settings.deadline)
+    try:
+        return Roster.from_plain(kept)
+    except ValueError as error:
+        raise ValueError(f"the roster in {out} is damaged: {error}") from error
 
 
 def read_tables(path: str) -> dict[str, Any]:

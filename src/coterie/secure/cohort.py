@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.client import ClientStep, Reply
-from coterie.cohort import Cohort, Step, Sums, step_name
+from coterie.cohort import Admit, Cohort, Step, Sums, step_name
 from coterie.secure import SecureSum
 from coterie.secure.masks import simulated
 from coterie.secure.protocol import Answering, Client, Opened, Session, Sheet, Terms, Transcript
@@ -68,6 +68,18 @@ class Secure(Cohort):
         """The same clients in the open: what a real federation would not exchange need not be masked either."""
         return self._inner.uncharged()
 
+    def renewed(self, admit: Admit | None = None) -> Self:
+        """The inner cohort's clients that are back, or new."""
+        return self._around(self._inner.renewed(admit and (lambda wider: admit(self._around(wider)))))
+
+    def first(self, clients: int) -> Self:
+        """As many of the inner cohort's clients as there were."""
+        return self._around(self._inner.first(clients))
+
+    def listed(self) -> dict[str, Any] | None:
+        """The inner cohort's."""
+        return self._inner.listed()
+
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the weighted updates up by slot, in one session of the secure sum."""
         session = Session(*self._parties(slots), self._answering)
@@ -111,6 +123,14 @@ class Secure(Cohort):
         if small:
             which = ", ".join(map(str, small))
             self.tell(f"secure sum: fewer than {self._settings.min_members} clients chose slot {which}: not opened")
+
+    def _around(self, inner: Cohort) -> Self:
+        """The same around another inner cohort."""
+        if inner is self._inner:
+            return self
+        other = self._but(federation=inner.federation, clients=inner.clients)
+        other._inner = inner
+        return other
 
     def _but(self, **changes: Any) -> Self:
         return super()._but(_inner=self._inner._but(**changes), **changes)
