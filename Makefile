@@ -11,7 +11,7 @@ demo: $(READY)
 
 # One thread per test process: two processes that each use all cores spend their time waiting for each other.
 test: lint $(NGINX)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 import coterie as ct
 from coterie.executors.flower import Flower, Language, enrol
@@ -16,6 +17,19 @@ from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.steps import describe_step, types_of
 from coterie.key import Key
+
+REAL = ("test_flower_lab.py", "test_flower_proxy.py", "test_flower_real.py")  # tests of processes that wait and wait
+
+
+class Together(LoadScopeScheduling):
+    """Tests one by one to whoever is free, but those of real Flower processes in one place, and first."""
+
+    def _split_scope(self, nodeid):
+        return "flower" if any(name in nodeid for name in REAL) else nodeid
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +106,7 @@ def command_line():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, command_line):
-    """A SuperLink and three SuperNodes on loopback; tests that use it are of the xdist group "flower"."""
+    """A SuperLink and three SuperNodes on loopback."""
     folder = tmp_path_factory.mktemp("lab") / "federation"
     lab = Lab(folder)
     try:

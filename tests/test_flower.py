@@ -1,5 +1,6 @@
 """A federation on a Grid in this process: faults, memories, hostile answers, whole runs."""
 
+import fcntl
 import json
 import math
 import sys
@@ -414,7 +415,18 @@ def test_the_app_says_what_it_misses():
         Settings.of({"node": 3})
     with pytest.raises(ValueError, match="nodes must be at least 1"):
         Settings.of({"nodes": 0})
+    with pytest.raises(ValueError, match="min-replies is 4, more than the 3 nodes"):
+        Settings.of({"nodes": 3, "min-replies": 4})
     with pytest.raises(ValueError, match=r"no table \[data\]"):
         serve(LocalGrid({}), Settings(), {"data": {}})
     with pytest.raises(ValueError, match="no key 'executor' on Flower"):
         serve(LocalGrid({}), Settings(), {"run": {"executor": "vmap"}})
+
+
+def test_a_run_folder_has_one_server_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("coterie.flower.server_app.PATIENCE", 0.0)
+    tables = {"algorithm": {"name": "kfed", "k": 2}, "run": {"rounds": 1}}
+    with (tmp_path / ".run.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another server is at work on this run"):
+            serve(LocalGrid({}), Settings(out=str(tmp_path / "run")), tables)

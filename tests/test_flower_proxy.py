@@ -20,7 +20,6 @@ SHIPPED = Path(__file__).parents[1] / "examples" / "deploy" / "nginx.conf"
 
 pytestmark = [
     pytest.mark.flower,
-    pytest.mark.xdist_group("flower"),
     pytest.mark.skipif(NGINX is None, reason="there is no nginx"),
 ]
 

@@ -1,9 +1,9 @@
 """Whole runs on a real SuperLink and three real SuperNodes, against the simulator; also if they are killed."""
 
 import os
+import shutil
 import signal
 import subprocess
-import time
 import tomllib
 
 import pytest
@@ -19,7 +19,7 @@ from coterie.key import Key
 from coterie.record import read_history, read_result
 from coterie.run import CLIENTS, START
 
-pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("flower")]
+pytestmark = pytest.mark.flower
 
 DIGITS = '[task]\nkind = "classifier"\nmodel = { name = "mlp", sizes = [64, 16, 10] }\n'
 CONFIGS = {
@@ -115,13 +115,6 @@ def test_an_algorithm_does_on_nodes_what_it_does_in_the_simulator(names, lab, ap
         assert not [e for e in events if e["event"] == "log" and "left out" in e["message"]], events
 
 
-def until_all_are_online(lab, seconds=120):
-    end = time.monotonic() + seconds
-    while len(online := lab.online()) < 3:
-        assert time.monotonic() < end, online
-        time.sleep(1)
-
-
 def server_of(lab):
     """The process of the ServerApp: a child of the process that the SuperLink starts for it."""
     parent = lab.processes()[LINK]["pid"]
@@ -136,6 +129,7 @@ class Killed(Exception):
 
 
 def test_a_run_outlives_a_node_its_server_and_its_superlink(lab, app, tmp_path):
+    app = shutil.copytree(app, tmp_path / "app")
     out, config = tmp_path / "killed", app / "killed.toml"
     config.write_text(CONFIGS["ifca"].replace("rounds = 2", "rounds = 6"))
     project = app / "pyproject.toml"
@@ -160,13 +154,14 @@ def test_a_run_outlives_a_node_its_server_and_its_superlink(lab, app, tmp_path):
     assert any("site 'site2' is left out" in e.get("message", "") for e in heard)
     with pytest.raises(Killed):
         watch(lab, submit(lab, config, out, resume=True), out, kill_the_superlink)
-    until_all_are_online(lab)
+    lab.wait()
     watch(lab, submit(lab, config, out, resume=True), out, lambda event: None)
 
     algorithm, task, federation, _ = simulated(app, "killed")
     cohort = Fused(federation, task, Key.of(0).fold(CLIENTS), torch.device("cpu"))
     state = algorithm.start(task, cohort.at(0), Key.of(0).fold(START))
     history = read_history(out)
+    assert history[1]["left_out"] == ["site2"] and read_result(out)["left_out"]["site2"] >= 1
     assert [row["round"] for row in history] == [1, 2, 3, 4, 5, 6]
     assert [row["participants"] for row in history][:2] == [12, 8] and history[-1]["participants"] == 12
     for t, row in enumerate(history):

@@ -1,6 +1,8 @@
 """A node's resident worker, in a process of its own."""
 
 import json
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import coterie as ct
 from coterie.executors.flower import plain_task
 from coterie.flower import resident
 from coterie.flower.client_app import respond
+from coterie.flower.data_file import forget
 from coterie.flower.node import node_of
 
 DATA = """
@@ -35,7 +38,8 @@ def app(tmp_path):
     folder.mkdir()
     (folder / "data.py").write_text(DATA)
     (folder / "beside.py").write_text("ROWS = 5\n")
-    return folder / "data.py"
+    yield folder / "data.py"
+    forget(folder)
 
 
 @pytest.fixture
@@ -74,6 +78,22 @@ def test_it_answers_as_the_node_would_and_loads_its_data_once_a_run(worker, app,
     assert enrolled(resident.ask(worker, "query.enrol", content, context(2), app))["train"]["sizes"] == [64]
 
 
+def test_one_apps_helpers_are_not_taken_for_anothers(worker, app, content, tmp_path):
+    resident.ask(worker, "query.enrol", content, context(), app)
+    other = tmp_path / "other"
+    shutil.copytree(app.parent, other)
+    (other / "beside.py").write_text("ROWS = 31\n")
+    assert enrolled(resident.ask(worker, "query.enrol", content, context(), other / "data.py"))["train"]["sizes"] == [
+        31
+    ]
+
+
+def test_one_who_says_nothing_keeps_nobody_waiting(worker, app, content):
+    port = json.loads((worker / resident.ADDRESS).read_text())["port"]
+    with socket.create_connection(("127.0.0.1", port)):
+        assert enrolled(resident.ask(worker, "query.enrol", content, context(), app))["name"] == "ward"
+
+
 def test_what_goes_wrong_is_told_and_the_worker_stays(worker, app, content):
     with pytest.raises(ValueError, match="KeyError: 'age'"):
         resident.ask(worker, "query.enrol", content, context(broken=True), app)
@@ -98,5 +118,3 @@ def test_without_a_worker_the_client_app_does_it_itself(app, content, monkeypatc
     monkeypatch.delitem(sys.modules, "data", raising=False)
     here = Context(1, 7, {"site": "ward", "worker": str(tmp_path / "nobody")}, RecordDict(), {})
     assert enrolled(respond("query.enrol", content, here))["name"] == "ward"
-    for name in ("data", "beside"):
-        sys.modules.pop(name, None)

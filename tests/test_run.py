@@ -266,11 +266,14 @@ def test_the_log_names_the_chunks(tmp_path, digits):
     assert any(expected in m and "GiB free on cpu" in m for m in told), told
 
 
-def test_progress_is_one_line(digits, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_one_line_of_a_terminal_and_elsewhere_one_for_each_round(terminal, digits):
     lines = []
-    stream = type("Stream", (), {"write": lambda self, s: lines.append(s), "flush": lambda self: None})()
+    methods = {"write": lambda self, s: lines.append(s), "flush": lambda self: None, "isatty": lambda self: terminal}
+    stream = type("Stream", (), methods)()
     ct.fit(ct.IFCA(2), TASK, digits, rounds=2, callbacks=[Progress("IFCA", 2, "accuracy", "cpu", stream)])
-    assert len(lines) == 2 and lines[0].startswith("\r") and lines[1].endswith("on cpu\n")
+    assert len(lines) == 2 and lines[1].endswith("on cpu\n")
+    assert lines[0].startswith("\r") == terminal and lines[0].endswith("\n") != terminal
     assert all(word in lines[1] for word in ("round 2/2", "loss", "accuracy", "groups 2", "s/round"))
 
 

@@ -5,11 +5,11 @@ from flwr.app import Context
 from coterie.data import rotated_digits
 from coterie.federation import Federation
 
-CLIENTS, NODES = 12, 3  # of the whole federation, of which a node has a share
+CLIENTS = 12  # of the whole federation, of which a node has a share
 
 
 def federation(context: Context) -> Federation:
-    """The clients of this node: four of twelve, each with digits turned by its group's angle."""
-    part = int(context.node_config["partition-id"])
-    each = CLIENTS // NODES
-    return rotated_digits(clients=CLIENTS, seed=0).select(range(part * each, (part + 1) * each))
+    """The clients of this node, each with digits turned by its group's angle."""
+    part, parts = int(context.node_config["partition-id"]), int(context.node_config.get("num-partitions", 3))
+    own = range(part * CLIENTS // parts, (part + 1) * CLIENTS // parts)
+    return rotated_digits(clients=CLIENTS, seed=0).select(own)

@@ -8,6 +8,7 @@ gets to see of the updates.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -57,6 +58,7 @@ class Ledger:
     memory: dict[int, Any] = field(default_factory=dict)  # what each client keeps for itself
     chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
     messages: list[str] = field(default_factory=list)  # what executor and algorithm have to say, for the log
+    left_out: list[str] = field(default_factory=list)  # the sites that were not heard or not believed in this round
 
 
 class Absent(Exception):
@@ -190,7 +192,7 @@ class Cohort(ABC):
     def uncharged(self) -> Cohort:
         """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
         ledger = self.ledger
-        return self._but(ledger=Ledger(memory=ledger.memory, chunks=ledger.chunks, messages=ledger.messages))
+        return self._but(ledger=dataclasses.replace(ledger, bytes_down=0, bytes_up=0))
 
     def tell(self, message: str) -> None:
         """Have a message written to the log of the run."""

@@ -352,6 +352,9 @@ class _Loop:
         row = self._row(t, state, report, seconds)
         row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
         row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
+        if left_out := self.cohort.ledger.left_out:
+            row["left_out"] = sorted(set(left_out))
+            left_out.clear()
         self._tell()
         if self.record:
             self.record.event("round", **row)
@@ -525,6 +528,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "seconds": sum(row["seconds"] for row in run.history),
         "bytes_down": sum(row["bytes_down"] for row in run.history),
         "bytes_up": sum(row["bytes_up"] for row in run.history),
+        "left_out": dict(Counter(site for row in run.history for site in row.get("left_out", []))),
         "executor": run._cohort.executor,
         "device": _device_name(run._cohort.device),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="A Flower federation on this machine, over TLS, with a key for every node.", no_args_is_help=True
 )
-
-PATIENCE = 120.0  # seconds until all nodes must be online
 
 Folder = Annotated[Path, typer.Option("--dir", help="Where its credentials, logs and state are.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -69,6 +66,7 @@ def run(
 ) -> None:
     """Train what a configuration describes, on the nodes of the federation."""
     lab = _lab(folder)
+    from coterie.flower.lab import NAME
     from coterie.flower.server_app import parse
     from coterie.flower.submit import check_app, submit, watch
 
@@ -79,7 +77,12 @@ def run(
         raise ValueError(f"{where} already holds a run; resume it with --resume, or choose another folder")
     number = submit(lab, config, where, resume=resume)
     name, metric = type(asked.algorithm).__name__, asked.task.metric
-    watch(lab, number, where, _shower(Progress(name, asked.run["rounds"], metric, "flower")))
+    try:
+        watch(lab, number, where, _shower(Progress(name, asked.run["rounds"], metric, "flower")))
+    except KeyboardInterrupt:
+        lab.flwr("stop", str(number), NAME)
+        sys.stderr.write(f"\nstopped run {number}; go on with --resume\n")
+        raise
     display.emit(display.summary(where), as_json, lambda: display.show(where))
 
 
@@ -124,14 +127,8 @@ def _lab(folder: Path) -> Lab:
 
 def _wait(lab: Lab, nodes: int) -> None:
     """Until all nodes are online, telling what is being waited for."""
-    end = time.monotonic() + PATIENCE
     with Console(stderr=True).status("starting the SuperLink") as line:
-        while len(online := lab.online()) < nodes:
-            if time.monotonic() > end:
-                missing = ", ".join(n for n in lab.settings["nodes"] if n not in online)
-                raise ValueError(f"not online after {PATIENCE:.0f} s: {missing}; see {lab.folder / 'logs'}")
-            line.update(f"{len(online)} of {nodes} nodes online")
-            time.sleep(1)  # asking is a process of Flower's own, which takes one, too
+        lab.wait(lambda online: line.update(f"{online} of {nodes} nodes online"))
 
 
 def _rows(lab: Lab) -> list[dict[str, Any]]:
@@ -152,4 +149,7 @@ def _print(lab: Lab) -> None:
         state = "online" if row["online"] else ("running" if row["pid"] else "starting again")
         print(f"{row['process']:<{wide}} {state:<15} pid {row['pid'] or '-'}, started {row['starts']} times")
     print(f"SuperLink at {lab.address}; logs in {lab.folder / 'logs'}")
-    print("train on it with: coterie flower run examples/flower/ifca.toml; stop it with: coterie flower down")
+    where = "" if lab.folder == HERE.resolve() else f" --dir {lab.folder}"
+    print(f"train on it with: coterie flower run examples/flower/ifca.toml{where}")
+    print(f"stop it with: coterie flower down{where}")
+    print("whoever can reach that port on this machine can submit apps, which run as you: Flower asks for no login")

@@ -315,6 +315,7 @@ class Flower(Cohort):
         """Name and count the sites that are left out."""
         for s, why in sorted(faults.items()):
             self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
+            self.ledger.left_out.append(name)
             self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {_brief(why)}")
 
     def _in_order(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
@@ -429,5 +430,5 @@ def _pulled(grid: Grid, number: str, message: Message) -> Message | None:
 
 
 def _brief(why: str) -> str:
-    """The beginning of what a node says, on one line: it may say anything."""
-    return " ".join(why[:TOLD].split())
+    """The beginning of what a node says, on one line and without what would move a cursor: it may say anything."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(why[:TOLD].split()))

@@ -1,1 +1,1 @@
-"""A real federation: the parts that speak Flower. Nothing outside of here and `executors.flower` imports flwr."""
+"""A real federation: the parts that speak Flower. Beside them only `executors.flower` and `.flower_secure` do."""

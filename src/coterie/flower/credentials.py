@@ -33,8 +33,11 @@ def make_certificates(folder: Path) -> None:
     root = _certificate(name, name, authority.public_key()).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
+    named = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # sign certificates and lists
-    signed = root.add_extension(usage, critical=True).sign(authority, hashes.SHA256())
+    signed = (
+        root.add_extension(usage, critical=True).add_extension(named, critical=False).sign(authority, hashes.SHA256())
+    )
     own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     leaf = (
@@ -42,6 +45,7 @@ def make_certificates(folder: Path) -> None:
         .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(named), critical=False)
         .sign(authority, hashes.SHA256())
     )
     _write(folder / "ca.crt", signed.public_bytes(serialization.Encoding.PEM))

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ WORKER = "-worker"  # after the name of its node
 NAME = "coterie"  # of the SuperLink in Flower's configuration
 PAUSE = 5.0  # seconds before a process that has ended is started again: a node is refused while it is thought online
 GRACE = 10.0  # seconds that a process is given to end by itself
-QUIET = {  # nothing is told to anybody, nothing is installed
+PATIENCE = 120.0  # seconds that nodes have to come online, and Flower's own command to answer
+SURROUNDINGS = {  # nothing is told to anybody, nothing is installed, nobody waits
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -63,7 +65,7 @@ class Lab:
         """Of every process of Flower's."""
         tools = str(Path(sys.executable).parent)
         path = os.pathsep.join([tools, os.environ.get("PATH", "")])
-        return {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "home"), "PATH": path}
+        return {**os.environ, **SURROUNDINGS, "FLWR_HOME": str(self.folder / "home"), "PATH": path}
 
     def prepare(self, nodes: int, *, workers: bool = True, entrance: int = 0) -> None:
         """Make credentials and choose ports, once: a federation that is there already stays as it is.
@@ -76,7 +78,11 @@ class Lab:
         if (self.folder / "lab.json").exists():
             if (there := len(self.settings["nodes"])) != nodes:
                 raise ValueError(f"{self.folder} holds a local federation of {there} nodes, not {nodes}")
+            if self.settings["workers"] != workers:
+                has = "has" if self.settings["workers"] else "has no"
+                raise ValueError(f"the local federation in {self.folder} {has} resident workers; choose another folder")
             return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds keys, tokens and what nodes remember
         names = [f"site{i}" for i in range(nodes)]
         for part in ("home", "logs", "nodes"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
@@ -147,9 +153,11 @@ class Lab:
 
     def flwr(self, *args: str) -> dict[str, Any]:
         """Ask Flower's own command, which answers in JSON."""
-        asked = subprocess.run(
-            ["flwr", *args, "--format", "json"], env=self.environment, capture_output=True, text=True, timeout=60
-        )
+        command = ["flwr", *args, "--format", "json"]
+        try:
+            asked = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            return {"success": False, "error-message": f"`flwr {args[0]}` has not answered within {PATIENCE:.0f} s"}
         try:
             return json.loads(asked.stdout)
         except json.JSONDecodeError:
@@ -162,6 +170,20 @@ class Lab:
             return {}
         told = json.loads(path.read_text(encoding="utf-8"))
         return told["processes"] if _is_supervisor(told["supervisor"], self.folder) else {}
+
+    def wait(self, tell: Callable[[int], None] = lambda online: None) -> None:
+        """Until all nodes are online, telling how many are.
+
+        Raises:
+            ValueError: Some are not after a while; says which.
+        """
+        end, names = time.monotonic() + PATIENCE, self.settings["nodes"]
+        while len(online := self.online()) < len(names):
+            if time.monotonic() > end:
+                missing = ", ".join(n for n in names if n not in online)
+                raise ValueError(f"not online after {PATIENCE:.0f} s: {missing}; see {self.folder / 'logs'}")
+            tell(len(online))
+            time.sleep(1)  # asking is a process of Flower's own, which takes one, too
 
     def start(self) -> None:
         """Start the supervisor, which outlives this process."""
@@ -212,13 +234,13 @@ class Service:
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     due: float = 0.0  # when it is to be started, if it is not running
-    since: float = field(default=0.0)
 
     def keep(self, now: float) -> bool:
         """Start the process if it is due; whether anything changed."""
         if self.process is not None:
             if self.process.poll() is None:
                 return False
+            self.end(signal.SIGKILL)  # what it has started
             self.process, self.due = None, now + PAUSE
             return True
         if now < self.due:
@@ -229,7 +251,7 @@ class Service:
                 self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
-        self.starts, self.since = self.starts + 1, time.time()
+        self.starts += 1
         return True
 
     def end(self, how: signal.Signals) -> None:
@@ -240,7 +262,7 @@ class Service:
 
     def told(self) -> dict[str, Any]:
         """For the state file."""
-        return {"pid": self.process.pid if self.process else None, "starts": self.starts, "since": self.since}
+        return {"pid": self.process.pid if self.process else None, "starts": self.starts}
 
 
 def supervise(lab: Lab) -> None:
@@ -250,22 +272,28 @@ def supervise(lab: Lab) -> None:
         for name, command in lab.commands().items()
     }
     stopping: list[int] = []
+    nodes: set[str] = set()  # that may start: one whose key is unknown is refused, and ends
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
     try:
         while not stopping:
-            now = time.monotonic()
-            first = [s.keep(now) for name, s in services.items() if name == LINK or name.endswith(WORKER)]
-            changed = any(first)
-            if listens(lab.settings["ports"][LINK]):
-                for name in lab.register():  # a node whose key is unknown is refused, and ends
-                    changed |= services[name].keep(time.monotonic())
-            if changed:
+            if not nodes and listens(lab.settings["ports"][LINK]):
+                nodes = _registered(lab)
+            own = [s for name, s in services.items() if name == LINK or name.endswith(WORKER) or name in nodes]
+            if any([service.keep(time.monotonic()) for service in own]):  # of all: any() alone would stop at the first
                 told = {name: service.told() for name, service in services.items()}
                 write_text(lab.folder / "state.json", json.dumps({"supervisor": os.getpid(), "processes": told}) + "\n")
             time.sleep(0.2)
     finally:
         _end(list(services.values()))
         (lab.folder / "state.json").unlink(missing_ok=True)
+
+
+def _registered(lab: Lab) -> set[str]:
+    try:
+        return set(lab.register())
+    except ValueError as error:  # it is tried again
+        sys.stderr.write(f"{error}\n")
+        return set()
 
 
 def _end(services: list[Service]) -> None:
@@ -300,7 +328,7 @@ def listens(port: int) -> bool:
 def _is_supervisor(pid: int, folder: Path) -> bool:
     """Whether a process is the supervisor of this folder, and not another that has got its number since."""
     asked = subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True)
-    return "coterie.flower.lab" in asked.stdout and str(folder) in asked.stdout
+    return asked.stdout.rstrip().endswith(f"coterie.flower.lab {folder}")
 
 
 if __name__ == "__main__":

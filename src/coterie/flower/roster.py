@@ -22,6 +22,7 @@ from coterie.task import Task
 
 AWAY = -1  # in place of Flower's number of a node that has not come back yet
 PARTS = ("train", "test")
+LONGEST = 200  # letters of a name
 LARGEST = 2**28  # values of a row, for the server holds one
 TYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64, torch.float16, torch.long)} | {
     str(t).removeprefix("torch."): t for t in (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -107,6 +108,9 @@ class Site:
 
     def __post_init__(self) -> None:
         "".join((self.name, *self.clients)).encode()  # half of a character has no bytes, and names are hashed
+        for name in (self.name, *self.clients):
+            if not (name.isprintable() and 0 < len(name) <= LONGEST):
+                raise ValueError(f"names must be of 1 to {LONGEST} printable letters, got {name[:LONGEST]!r}")
         m = len(self.clients)
         given = (self.train.sizes, self.test and self.test.sizes, self.groups)
         if any(values is not None and len(values) != m for values in given):

@@ -6,13 +6,16 @@ simulator; there is no [data], for the nodes have it.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import secrets
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from flwr.app import Context
@@ -32,6 +35,8 @@ from coterie.settings import nearest_name, setting, validate
 from coterie.task import Task
 
 log = logging.getLogger("coterie")
+
+PATIENCE = 60.0  # seconds to wait for another server to leave a run folder
 
 RUN = ("rounds", "seed", "precision", "evaluations", "secure")
 
@@ -73,10 +78,12 @@ class Settings:
                 raise ValueError(f"the run config has no key '{name}'{nearest_name(name, cls.__dataclass_fields__)}")
         settings = cls(**given)
         validate(settings)
+        if settings.min_replies > settings.nodes:
+            raise ValueError(f"min-replies is {settings.min_replies}, more than the {settings.nodes} nodes")
         return settings
 
 
-class Asked(NamedTuple):
+class Parsed(NamedTuple):
     """What a config.toml asks for."""
 
     algorithm: Algorithm
@@ -85,7 +92,7 @@ class Asked(NamedTuple):
     precision: Precision
 
 
-def parse(tables: dict[str, Any]) -> Asked:
+def parse(tables: dict[str, Any]) -> Parsed:
     """What the contents of a config.toml ask for.
 
     Raises:
@@ -103,7 +110,7 @@ def parse(tables: dict[str, Any]) -> Asked:
     plain_task(task)  # or nodes could not build it
     if "secure" in run:
         run["secure"] = build_secure(run["secure"])
-    return Asked(algorithm, task, run, check_precision(run.pop("precision", "float32"), torch.device("cpu")))
+    return Parsed(algorithm, task, run, check_precision(run.pop("precision", "float32"), torch.device("cpu")))
 
 
 def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
@@ -114,8 +121,14 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
         settings: Which nodes, and how long to wait for them.
         tables: The contents of the config.toml.
     """
-    algorithm, task, asked, precision = parse(tables)
+    parsed = parse(tables)
     out = Path(settings.out).expanduser().absolute() if settings.out else None
+    with _alone(out):
+        return _serve(grid, settings, parsed, out)
+
+
+def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> Run:
+    algorithm, task, asked, precision = parsed
     roster = _roster(grid, task, settings, out, secret="secure" in asked)
     log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
     return fit_on(
@@ -135,6 +148,30 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
         out=out,
         resume=settings.resume,
     )
+
+
+@contextmanager
+def _alone(out: Path | None) -> Iterator[None]:
+    """Refuse a run folder that another server writes to: one that nobody watches any more may still be at work."""
+    if out is None:
+        yield
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (out.parent / f".{out.name}.lock").open("w") as file:
+        end = time.monotonic() + PATIENCE
+        while not _locked(file):
+            if time.monotonic() > end:
+                raise ValueError(f"{out}: another server is at work on this run; `flwr list` tells which")
+            time.sleep(1)  # one whose SuperLink is gone ends, but not at once
+        yield
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by whatever ends this process
+    except OSError:
+        return False
+    return True
 
 
 def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> Roster:

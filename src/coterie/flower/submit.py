@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.flower.lab import NAME, Lab
+from coterie.flower.lab import NAME, PATIENCE, Lab
 
-POLL = 0.5  # seconds between two looks at the run folder
+POLL = 0.2  # seconds between two looks at the run folder
 TOLD = 15  # lines of the server's log that are shown if a run fails
 
 
@@ -63,15 +63,17 @@ def watch(lab: Lab, run: int, out: Path, show: Callable[[dict[str, Any]], None])
     Raises:
         ValueError: It has failed; says what the server's log says last.
     """
-    events = _Events(out / "events.jsonl")
-    with _log(lab, run) as log:
-        while log.poll() is None:
-            for event in events.new():
-                show(event)
-            time.sleep(POLL)
+    events, state = _Events(out / "events.jsonl"), "running"
+    while not state.startswith("finished"):  # the log may end before the run does
+        with _log(lab, run) as log:
+            while log.poll() is None:
+                for event in events.new():
+                    show(event)
+                time.sleep(POLL)
+        state = _state(lab, run)
     for event in events.new():
         show(event)
-    if (state := _state(lab, run)) != "finished:completed":
+    if state != "finished:completed":
         raise ValueError(
             f"run {run} is {state}; go on with --resume once its cause is gone. The server's last words:\n"
             + "\n".join(_log_file(lab, run).read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
@@ -88,8 +90,8 @@ class _Events:
     def new(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
-        if self.path.stat().st_size < self._read:  # a resumed run takes rounds back that its checkpoint has not
-            self._read = 0
+        # A resumed run takes back the rounds that its checkpoint has not.
+        self._read = min(self._read, self.path.stat().st_size)
         with self.path.open("rb") as file:
             file.seek(self._read)
             for line in file:
@@ -102,7 +104,7 @@ class _Events:
 @contextmanager
 def _log(lab: Lab, run: int) -> Iterator[subprocess.Popen[bytes]]:
     """Flower's own command that writes a run's log until the run ends."""
-    with _log_file(lab, run).open("wb") as file:
+    with _log_file(lab, run).open("ab") as file:
         process = subprocess.Popen(
             ["flwr", "log", str(run), NAME, "--stream"], env=lab.environment, stdin=subprocess.DEVNULL, stdout=file,
             stderr=file,
@@ -120,7 +122,12 @@ def _log_file(lab: Lab, run: int) -> Path:
 
 
 def _state(lab: Lab, run: int) -> str:
-    """What the SuperLink says of a run, such as "running" or "finished:failed"."""
-    told = lab.flwr("list", NAME, "--run-id", str(run))
-    runs = told.get("runs") or [{"status": told.get("error-message", "unknown")}]
-    return str(runs[0]["status"])
+    """What the SuperLink says of a run, such as "running" or "finished:failed". It may be on its way back."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        told = lab.flwr("list", NAME, "--run-id", str(run))
+        if told.get("runs"):
+            return str(told["runs"][0]["status"])
+        if time.monotonic() > end:
+            raise ValueError(f"the SuperLink does not tell of run {run}: {told.get('error-message')}")
+        time.sleep(1)

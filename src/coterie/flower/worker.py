@@ -10,8 +10,9 @@ import logging
 import os
 import secrets
 import sys
+import threading
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}  # by all that they depend on
+        self._folders: set[Path] = set()  # of apps whose modules are loaded
 
     def answer(self, told: dict[str, Any], content: RecordDict) -> RecordDict:
         """The node's answer to a message."""
@@ -46,28 +48,37 @@ class Worker:
             for old in list(self._nodes)[: 1 - KEPT]:
                 del self._nodes[old]
             file = Path(told.pop("file"))
-            forget(file.parent)
+            for folder in self._folders | {file.parent}:  # one app's helpers must not be taken for another's
+                forget(folder)
+            self._folders = {file.parent}
             self._nodes[key] = node_of(Context(**told, state=RecordDict()), file)
         return self._nodes[key]
 
 
 def serve(folder: Path) -> None:
     """Answer whoever knows the token that is written to the folder, until the process is ended."""
-    token, worker = secrets.token_bytes(32), Worker()
-    with Listener(("127.0.0.1", 0), authkey=token) as listener:
+    token, worker, one_at_a_time = secrets.token_bytes(32), Worker(), threading.Lock()
+
+    def listen_to(connection: Connection) -> None:
+        try:
+            with connection:
+                deliver_challenge(connection, token)
+                answer_challenge(connection, token)
+                _converse(connection, worker, one_at_a_time)
+        except (OSError, EOFError, AuthenticationError) as error:  # whoever it was is gone, or had no right to ask
+            log.warning("worker: %s: %s", type(error).__name__, error)
+
+    with Listener(("127.0.0.1", 0)) as listener:
         _tell(folder, {"port": listener.address[1], "token": token.hex()})
-        while True:
-            try:
-                with listener.accept() as connection:
-                    _converse(connection, worker)
-            except (OSError, EOFError, AuthenticationError) as error:  # whoever it was is gone, or had no right to ask
-                log.warning("worker: %s: %s", type(error).__name__, error)
+        while True:  # each in a thread of its own: one that says nothing keeps nobody waiting
+            threading.Thread(target=listen_to, args=(listener.accept(),), daemon=True).start()
 
 
-def _converse(connection: Connection, worker: Worker) -> None:
+def _converse(connection: Connection, worker: Worker, one_at_a_time: threading.Lock) -> None:
     told, content = json.loads(connection.recv_bytes()), from_bytes(connection.recv_bytes())
     try:
-        answer = to_bytes(worker.answer(told, content))
+        with one_at_a_time:
+            answer = to_bytes(worker.answer(told, content))
     except Exception as error:  # whatever happens, the ClientApp tells it, as it would its own
         connection.send_bytes(f"{type(error).__name__}: {error}".encode())
         return
