@@ -152,8 +152,8 @@ class Flower(Cohort):
         return self._over(self.roster.first(clients))
 
     def listed(self) -> dict[str, Any]:
-        """The roster."""
-        return self.roster.to_plain()
+        """The roster, and the name under which nodes keep what belongs to this run."""
+        return {"run": self.run, **self.roster.to_plain()}
 
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the nodes' sums up, in the order of their names."""
