@@ -137,16 +137,6 @@ class Flower(Cohort):
             why = f"its answer, which could be compared with nobody's, is of no use: {type(error).__name__}: {error}"
             self._settle(dict.fromkeys(self._alone, why), self.by_site())
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Of work that fails no site's part counts."""
-        before = dict(self.ledger.memory)
-        try:
-            yield
-        except BaseException:
-            self.ledger.memory = before
-            raise
-
     def renewed(self, admit: Admit | None = None) -> Self:
         """Ask nodes that are not in the roster who they are: known sites are back, others are new and come last."""
         online = set(self.grid.get_node_ids())
@@ -185,6 +175,16 @@ class Flower(Cohort):
     def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         return Reply(**self._in_order(self._ask("gather", step, shared, slots, rows)))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Of work that fails no site's part counts."""
+        before = dict(self.ledger.memory)
+        try:
+            yield
+        except BaseException:
+            self.ledger.memory = before
+            raise
 
     def _returned(self, node: int, site: Site, online: set[int]) -> Self:
         """The cohort with a known site on this node; without, if the site is on another or is not what it was."""
