@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import coterie as ct
+from coterie.executors.flower_secure import secured
 from coterie.executors.vectorised import Vectorised
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import Memory, Moment
@@ -126,3 +127,16 @@ def test_a_run_in_the_place_of_another_does_not_share_its_memory(points, tmp_pat
     (out / "roster.json").write_text(json.dumps({"sites": kept["sites"]}))
     with pytest.raises(ValueError, match="damaged: it does not name the run"):
         go(2, resume=True)
+
+
+def test_of_a_secure_sum_those_count_whose_sheets_arrived(points, on_flower):
+    task = ct.Task.density(FLOW)
+    cohort = on_flower(points, task, spoil=lambda node, answer: None if lost(node, answer) else answer, deadline=0.1)
+    secure = secured(cohort, ct.SecureSum(min_members=2)).attempt(0).at(0)
+    ALGORITHM.start(task, secure, Key.of(0))
+    assert sorted(cohort.ledger.memory) == [0, 2] and {unit for unit, _ in cohort.ledger.memory.values()} == {0}
+
+
+def lost(node, answer):
+    """Whether this is the sheet of site-1."""
+    return node == 8 and "form" in answer.content
