@@ -180,10 +180,10 @@ def test_memory_goes_back_no_further_than_the_round_before(tmp_path):
     for unit in range(4):
         memory.save(Moment("run", unit, "ab"), {"x": torch.tensor(unit)})
     assert memory.load(Moment("other", 4, "cd"), {}) == {}
-    assert int(memory.load(Moment("run", 3, "ab"), {})["x"]) == 3
-    assert int(memory.load(Moment("run", 3, "cd"), {})["x"]) == 2
+    assert int(memory.load(Moment("run", 3, "ab", after=(2, "ab")), {})["x"]) == 3
+    assert int(memory.load(Moment("run", 3, "cd", after=(2, "ab")), {})["x"]) == 2
     with pytest.raises(ValueError, match="no longer has"):
-        memory.load(Moment("run", 2, "cd"), {})
+        memory.load(Moment("run", 2, "cd", after=(1, "ab")), {})
     assert memory.load(Moment("run", 0, "cd"), {}) == {}
 
 

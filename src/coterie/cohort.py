@@ -55,7 +55,8 @@ class Ledger:
 
     bytes_down: int = 0
     bytes_up: int = 0
-    memory: dict[int, Any] = field(default_factory=dict)  # what each client keeps for itself
+    # What each client keeps for itself; of clients that are elsewhere, where each site's is to be found.
+    memory: dict[int, Any] = field(default_factory=dict)
     chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
     messages: list[str] = field(default_factory=list)  # what executor and algorithm have to say, for the log
     left_out: list[str] = field(default_factory=list)  # the sites that were not heard or not believed in this round

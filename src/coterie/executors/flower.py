@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -106,12 +107,18 @@ class Flower(Cohort):
         self.faults: Counter[str] = Counter()  # exchanges from which each site was left out
         self._task, self._desk = plain_task(task), Desk()
         self._unit, self._attempt = OUTSIDE, secrets.token_hex(8)
+        self._counted: dict[int, Any] | None = None  # each site's last try that counted when this one began
         self._present = len(roster.sites)  # those that have not failed in this piece of work
         self._alone = set[int]()  # sites whose answers in this piece of work could be compared with nobody's
 
     def attempt(self, unit: int) -> Self:
         """The cohort at a new try at a piece of work: nodes forget what clients kept in earlier tries at it."""
-        return self._but(_unit=unit, _attempt=secrets.token_hex(8))
+        return self._but(_unit=unit, _attempt=secrets.token_hex(8), _counted=dict(self.ledger.memory))
+
+    def credit(self, sites: Iterable[int]) -> None:
+        """Have what these sites' clients keep in this try count, unless the work as a whole comes to nothing."""
+        if self._unit != OUTSIDE:
+            self.ledger.memory.update(dict.fromkeys(sites, (self._unit, self._attempt)))
 
     def without(self, clients: Tensor) -> Self:
         """The cohort less the clients of sites that have failed."""
@@ -122,7 +129,8 @@ class Flower(Cohort):
         """Do a piece of work. What an algorithm cannot use is the fault of those who were believed unseen."""
         self._alone.clear()
         try:
-            return work(self)
+            with self._whole():
+                return work(self)
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             if not self._alone:
                 raise
@@ -152,8 +160,8 @@ class Flower(Cohort):
         return self._over(self.roster.first(clients))
 
     def listed(self) -> dict[str, Any]:
-        """The roster."""
-        return self.roster.to_plain()
+        """The roster, and the name under which nodes keep what belongs to this run."""
+        return {"run": self.run, **self.roster.to_plain()}
 
     def combine(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Sums:
         """Run `step` on every client and add the nodes' sums up, in the order of their names."""
@@ -167,6 +175,16 @@ class Flower(Cohort):
     def gather(self, step: Step, shared: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order."""
         return Reply(**self._in_order(self._ask("gather", step, shared, slots, rows)))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Of work that fails no site's part counts."""
+        before = dict(self.ledger.memory)
+        try:
+            yield
+        except BaseException:
+            self.ledger.memory = before
+            raise
 
     def _returned(self, node: int, site: Site, online: set[int]) -> Self:
         """The cohort with a known site on this node; without, if the site is on another or is not what it was."""
@@ -189,7 +207,8 @@ class Flower(Cohort):
         """The cohort with a new site, if there is a place for it."""
         try:
             cohort = self._over(self.roster.joined(node, site))
-            placed = admit(cohort)
+            with self._whole():
+                placed = admit(cohort)
         except Exception as error:  # whatever a stranger sends, the run goes on
             known = isinstance(error, ValueError | OSError)
             why = error if known else f"what it sent does not fit ({type(error).__name__}: {error})"
@@ -232,6 +251,7 @@ class Flower(Cohort):
             answers[s], faults[s] = self._read(message, asked, self.language.types(step))
         believed = self._believed(answers, faults, at)
         self._settle({s: why for s, why in faults.items() if why}, at)
+        self.credit(believed)
         self._alone.update(believed if len(believed) == 1 < len(self.roster.sites) else ())
         return [(at[s], answers[s]) for s in believed]
 
@@ -247,7 +267,8 @@ class Flower(Cohort):
 
     def request(self, step: Step, shared: Any, slots: int, at: Tensor, rows: Tensor | None) -> RecordDict:
         """The message for a site with the clients at these positions: of `shared`, only the rows that they need."""
-        content = RecordDict()
+        content, site = RecordDict(), int(self.roster.site[self.clients[at[0]]])
+        counted = self.ledger.memory if self._counted is None else self._counted
         if rows is not None:
             needed, own = rows[at].unique(return_inverse=True)
             shared = take(shared, needed)
@@ -258,7 +279,7 @@ class Flower(Cohort):
                 **self.language.describe(step),
                 "task": self._task,
                 "clients": self.roster.place[self.clients[at]].tolist(),
-                "mark": self.roster.told[int(self.roster.site[self.clients[at[0]]])].mark,
+                "mark": self.roster.told[site].mark,
                 "slots": slots,
                 "part": self.part,
                 "when": json.dumps(self.when),
@@ -267,6 +288,7 @@ class Flower(Cohort):
                 "run": self.run,
                 "unit": self._unit,
                 "attempt": self._attempt,
+                "after": json.dumps(counted.get(site)),
             }
         )
         self._charge(nbytes(shared), 0)

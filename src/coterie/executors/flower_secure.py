@@ -73,6 +73,7 @@ class SecureFlower(Secure):
         session.agree()
         code = session.collect(request)
         opened = session.open(code)
+        self._inner.credit(opened.clients)
         here = torch.cat([self.clients[session.at[s]] for s in opened.clients])  # whom the nodes have spoken for
         opened = opened._replace(clients=here.tolist())
         self._account(session.server.transcript, 0, opened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +21,46 @@ class Moment(NamedTuple):
         run: The name of the run.
         unit: 0 for the start, t + 1 for round t.
         attempt: A name for this try; what clients kept in another try at the same work, or after it, is void.
+        after: Unit and attempt of the last try that counted and in which this site took part; None where there is none.
     """
 
     run: str
     unit: int
     attempt: str
+    after: tuple[int, str] | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Moment:
+        """The moment that a message's words tell of."""
+        after = json.loads(str(told["after"]))
+        return cls(
+            run=str(told["run"]),
+            unit=int(told["unit"]),
+            attempt=str(told["attempt"]),
+            after=None if after is None else (int(after[0]), str(after[1])),
+        )
+
+    def counts(self, unit: int, attempt: str) -> bool:
+        """Whether what was kept in a try counts at this moment.
+
+        Of what is older than `after`, all does: what did not was thrown away when the site took part in that try.
+
+        Example:
+            >>> now = Moment("run", 7, "ef", after=(5, "cd"))
+            >>> [now.counts(*kept) for kept in ((4, "ab"), (5, "cd"), (5, "ab"), (6, "cd"), (7, "ef"))]
+            [True, True, False, False, True]
+        """
+        if (unit, attempt) == (self.unit, self.attempt):
+            return True
+        return self.after is not None and (unit < self.after[0] or (unit, attempt) == self.after)
 
 
 class Memory:
     """The memories of a node's clients, by client name, as of some moment.
 
     A server that was killed goes on from its last checkpoint, and a round in which a node failed is done again. So
-    nodes must be able to go back, too: a version is kept for each of the last pieces of work.
+    nodes must be able to go back, too: a version is kept for each of the last pieces of work. And a site that was left
+    out of a round may have done its part of it all the same, so the server tells which try counted last.
 
     Args:
         folder: Where; None where there is nowhere to keep anything.
@@ -42,7 +71,7 @@ class Memory:
         self.folder, self.site = folder, site
 
     def load(self, moment: Moment, types: dict[str, type]) -> dict[str, Any]:
-        """What clients remember at this moment.
+        """What clients remember at this moment; versions that do not count are thrown away.
 
         Raises:
             ValueError: The version that is needed was kept too long ago.
@@ -50,9 +79,14 @@ class Memory:
         _word(moment.attempt)
         if self.folder is None:
             return {}
-        kept = self._valid(moment)
+        kept = []
+        for file in self._versions(moment.run):
+            if moment.counts(*_try(file)):
+                kept.append(file)
+            else:
+                file.unlink(missing_ok=True)
         if not kept:
-            if moment.unit and self._marker(moment).exists():
+            if moment.after is not None and self._marker(moment).exists():
                 raise ValueError(f"site '{self.site}' no longer has what its clients remembered before this round")
             return {}
         content = snapshot.load(kept[-1], types)
@@ -62,15 +96,17 @@ class Memory:
         """Keep what clients remember after a step.
 
         Raises:
-            ValueError: There is nowhere to keep it.
+            ValueError: There is nowhere to keep it, or the site has moved on while this step was under way.
         """
         if self.folder is None:
             raise ValueError(f"site '{self.site}': clients have something to remember; give the node a 'memory' folder")
-        folder = self._folder(moment.run)
+        folder, now = self._folder(moment.run), (moment.unit, _word(moment.attempt))
+        if any(kept[0] >= moment.unit and kept != now for kept in map(_try, self._versions(moment.run))):
+            raise ValueError(f"site '{self.site}': a later message has overtaken this one")
         content = {"names": tuple(memory), "memory": tuple(memory.values())}
-        snapshot.save(folder / f"{moment.unit:08d}-{_word(moment.attempt)}.safetensors", content)
-        for old in self._valid(moment)[:-KEPT]:
-            old.unlink()
+        snapshot.save(folder / f"{moment.unit:08d}-{moment.attempt}.safetensors", content)
+        for old in self._versions(moment.run)[:-KEPT]:
+            old.unlink(missing_ok=True)
             self._marker(moment).touch()
 
     def load_chunks(self, run: str) -> dict[str, int]:
@@ -113,16 +149,9 @@ class Memory:
     def _session(self, run: str) -> Path:
         return self._folder(run) / "session.json"
 
-    def _valid(self, moment: Moment) -> list[Path]:
-        """The versions that count at this moment, the newest last; those that do not are thrown away."""
-        valid = []
-        for file in sorted(self._folder(moment.run).glob("*-*.safetensors")):
-            unit, _, attempt = file.stem.partition("-")
-            if int(unit) < moment.unit or (int(unit) == moment.unit and attempt == moment.attempt):
-                valid.append(file)
-            else:
-                file.unlink()
-        return valid
+    def _versions(self, run: str) -> list[Path]:
+        """All that is kept of a run, the newest last."""
+        return sorted(self._folder(run).glob("*-*.safetensors"))
 
     def _folder(self, run: str) -> Path:
         assert self.folder is not None
@@ -135,6 +164,12 @@ class Memory:
 
 def _digest(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+
+def _try(file: Path) -> tuple[int, str]:
+    """The unit and the attempt after which a version was kept."""
+    unit, _, attempt = file.stem.partition("-")
+    return int(unit), attempt
 
 
 def _word(attempt: str) -> str:

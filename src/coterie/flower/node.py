@@ -76,7 +76,7 @@ class Node:
         types = types_of(step)
         shared = get_tree(content, "shared", types)
         rows = get_tree(content, "rows", {}) if "rows" in content else None
-        moment = Moment(str(told["run"]), int(told["unit"]), str(told["attempt"]))
+        moment = Moment.of(told)
         cohort = self._cohort(told)
         self._recall(cohort.ledger, moment, types)
         if "choose" in content:

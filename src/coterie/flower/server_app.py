@@ -129,7 +129,7 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
 
 def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> Run:
     algorithm, task, asked, precision = parsed
-    roster = _roster(grid, task, settings, out, secret="secure" in asked)
+    roster, name = _roster(grid, task, settings, out, secret="secure" in asked)
     log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
     return fit_on(
         lambda key: Flower(
@@ -138,7 +138,7 @@ def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> 
             task,
             key,
             Language(describe_step, types_of),
-            run=str(out or secrets.token_hex(8)),
+            run=name,
             min_replies=settings.min_replies,
             deadline=settings.deadline,
             precision=precision,
@@ -174,19 +174,29 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> Roster:
-    """Who takes part: at a resume those who did before, of whom some may be missing."""
+def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> tuple[Roster, str]:
+    """Who takes part, and the run's name: at a resume those who did before, of whom some may be missing.
+
+    The name is drawn, for a folder may be deleted and another run made in its place.
+    """
     kept = read_roster(out) if settings.resume and out else None
     if kept is None:
         # Under a secure sum there is nothing that true groups could be compared with.
         roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline, groups=not secret)
         roster.federation.check(task)
-        return roster
+        return roster, secrets.token_hex(8)
     wait_for(grid, settings.min_replies, settings.deadline)
     try:
-        return Roster.from_plain(kept)
+        return Roster.from_plain(kept), _name(kept)
     except ValueError as error:
         raise ValueError(f"the roster in {out} is damaged: {error}") from error
+
+
+def _name(kept: dict[str, Any]) -> str:
+    """The name of the run that a roster.json is of."""
+    if not isinstance(name := kept.get("run"), str):
+        raise ValueError("it does not name the run")
+    return name
 
 
 def read_tables(path: str) -> dict[str, Any]:
