@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import stat
 from functools import partial
 
@@ -426,6 +427,67 @@ def test_a_node_that_sends_nonsense_is_left_out(exchange, what, ragged, task, sh
     grid.spoil = None
     plain = cohort._inner.only(range(0 if late else 4, 12)).combine(STEP, shared, slots=K)
     assert_close(plain.update, sums.update)
+
+
+class Once:
+    """One node's answer to one exchange of the first session is changed; it answers the others as it should."""
+
+    def __init__(self, exchange, what, node=70):
+        self.at, self.what, self.node, self.count = EXCHANGES.index(exchange), what, node, 0
+
+    def __call__(self, node, answer):
+        self.count += node == self.node
+        return self.what(answer) if node == self.node and self.count == self.at + 1 else answer
+
+
+def garbage(to=lambda i: True):
+    """Bytes as many as were asked for, in those parts of a payload that are about some."""
+    return payload(lambda p: {i: os.urandom(len(part)) if to(i) else part for i, part in p.items()})
+
+
+def one_more(p):
+    """Shares that differ by very little, and so give a seed, but another one."""
+    return {i: (int.from_bytes(part, "big") ^ 1).to_bytes(len(part), "big") for i, part in p.items()}
+
+
+@pytest.mark.parametrize("half", [0, 32])
+def test_a_key_that_nobody_can_use_is_its_senders_fault(half, grid, task, shared):
+    grid.spoil = Once("keys", payload(lambda p: {i: key[:half] + bytes(32) + key[half + 32 :] for i, key in p.items()}))
+    cohort = secure_on(grid, task)
+    assert int(cohort.combine(STEP, shared, slots=K).members.sum()) == 10
+    assert cohort._inner.faults == {"site-0": 1}
+
+
+def test_a_share_that_cannot_be_opened_is_done_without(grid, task, shared):
+    """Two nodes cannot open what the first has sealed for them, and four of six suffice."""
+    plain = cohort_on(grid, task).at(0).combine(STEP, shared, slots=K)
+    grid.spoil = Once("shares", garbage(lambda i: i in (2, 5)))
+    cohort = secure_on(grid, task)
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert_close(plain.update, sums.update)
+    assert sums.members.tolist() == [4, 4, 4] and cohort._inner.faults == {}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "what", "said"),
+    [
+        ("shares", garbage(), "too few nodes could open their shares of the secrets of site 'site-0': 1, and 4 are"),
+        ("counts", garbage(), "the shares of a secret of site 'site-0' do not fit together, so it or one of those"),
+        ("sums", garbage(), "the shares of a secret of site 'site-0' do not fit together, so it or one of those"),
+        ("sheets", garbage(), "the counts make no sense, so somebody has not kept to the protocol"),
+        ("sums", payload(one_more), "the sums make no sense, so somebody has not kept to the protocol"),
+    ],
+)
+def test_one_node_can_stop_a_sum_and_the_run_goes_on_later(exchange, what, said, grid, tmp_path):
+    tables = {**TABLES, "algorithm": {"name": "fedavg", "tau": 2}, "run": {"rounds": 1, "secure": {"min_members": 2}}}
+    settings = Settings(nodes=6, out=str(tmp_path / "run"))
+    hostile = Once(exchange, what)
+    hostile.count = -1  # enrolment
+    grid.spoil = hostile
+    with pytest.raises(TooFewLeft, match=said):
+        serve(grid, settings, tables)
+    again = serve(grid, Settings(nodes=6, out=settings.out, resume=True), tables)
+    assert len(again.history) == 1 and again.history[0]["members"] == [12]
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
