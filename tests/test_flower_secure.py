@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import stat
+import time
 from functools import partial
 
 import numpy as np
@@ -287,6 +288,7 @@ def test_clients_without_test_rows_have_no_score(task, ragged, tmp_path):
 
 def invitation(**changes):
     terms = {"invited": 3, "needed": 2, "min_members": 2, "slots": K, "clip": 2.0**20, "clients": 6, "me": 0}
+    terms["deadline"] = 10.0
     words = {**terms, "run": "test", "session": "ab", "exchange": "keys", "step": "IFCA.step", **changes}
     return RecordDict({"secure": ConfigRecord(words)})
 
@@ -319,6 +321,25 @@ def test_a_node_answers_every_exchange_once_and_in_turn(ragged, tmp_path):
 def test_a_node_keeps_nothing_of_a_session_that_is_over(grid, task, shared, tmp_path):
     secure_on(grid, task).combine(STEP, shared, slots=K)
     assert not list(tmp_path.rglob("session.json"))
+
+
+def test_a_session_that_broke_off_is_forgotten_at_the_next_message_of_any_other(ragged, tmp_path, monkeypatch):
+    """A session that goes on is not, however late its messages are."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    node, other = Node("a", ragged, tmp_path), Node("b", ragged, tmp_path)
+    key = get_payload(node.answer("train", invitation()))
+    other.answer("train", invitation(run="of another node"))
+    now += 5 * 10 - 1
+    node.answer("train", invitation(run="second", session="cd"))
+    assert len(list(tmp_path.rglob("session.json"))) == 3
+    now += 2
+    put_payload(content := following("shares"), {**key, 1: bytes(range(64))})
+    node.answer("train", content)
+    assert len(list(tmp_path.rglob("session.json"))) == 3
+    node.answer("train", invitation(run="third", session="ef"))
+    assert node.memory.load_session("test") is None and node.memory.load_session("second") is not None
+    assert other.memory.load_session("of another node") is not None
 
 
 def test_keys_are_new_in_every_session(grid, task, shared):

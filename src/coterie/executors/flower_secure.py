@@ -163,6 +163,7 @@ class Session:
     def _invitation(self, site: int) -> RecordDict:
         """What a node is told beforehand; it keeps it until the end of the session."""
         about = {"me": site, "step": step_name(self.step), "clip": self.clip, "clients": len(self.cohort)}
+        about["deadline"] = float(self.cohort.deadline)
         terms = {n: getattr(self.terms, n) for n in ("invited", "needed", "min_members", "slots")}
         return RecordDict({SECURE: ConfigRecord({**about, **terms})})
 
