@@ -12,8 +12,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from rich.console import Console
 
 import coterie as ct
+from coterie.cli import show
 from coterie.client import Reply
 from coterie.evaluate import Scorer, SummedScores, evaluate
 from coterie.executors.flower import Flower, Language, enrol
@@ -581,6 +583,20 @@ def test_the_server_app_does_it(grid, tmp_path):
     for a, b in zip(plain.models, run.models, strict=True):
         assert_close(a, b)
     assert plain.ari is not None
+
+
+def test_show_lists_clusters_of_which_only_the_sizes_are_known(grid, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run = serve(grid, Settings(nodes=6, out=str(out)), TABLES)
+    monkeypatch.setattr(show, "console", Console(record=True, width=120))
+    show.show(out)
+    text = show.console.export_text()
+    rows = [line.split() for line in text.splitlines()]
+    at = rows.index(["cluster", "members", "accuracy"])
+    scores = run.scores.per_cluster
+    for j, n in enumerate(run.history[-1]["members"]):
+        assert rows[at + 1 + j] == [str(j), str(n), *([f"{scores[j]:.4f}"] if j in scores else [])]
+    assert ["-1"] not in [row[:1] for row in rows]
 
 
 def test_a_run_that_has_too_few_left_goes_on_later(grid, tmp_path):
