@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import os
 import stat
+import time
 from functools import partial
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from rich.console import Console
 
 import coterie as ct
+from coterie.cli import show
 from coterie.client import Reply
 from coterie.evaluate import Scorer, SummedScores, evaluate
 from coterie.executors.flower import Flower, Language, enrol
@@ -286,6 +290,7 @@ def test_clients_without_test_rows_have_no_score(task, ragged, tmp_path):
 
 def invitation(**changes):
     terms = {"invited": 3, "needed": 2, "min_members": 2, "slots": K, "clip": 2.0**20, "clients": 6, "me": 0}
+    terms["deadline"] = 10.0
     words = {**terms, "run": "test", "session": "ab", "exchange": "keys", "step": "IFCA.step", **changes}
     return RecordDict({"secure": ConfigRecord(words)})
 
@@ -318,6 +323,25 @@ def test_a_node_answers_every_exchange_once_and_in_turn(ragged, tmp_path):
 def test_a_node_keeps_nothing_of_a_session_that_is_over(grid, task, shared, tmp_path):
     secure_on(grid, task).combine(STEP, shared, slots=K)
     assert not list(tmp_path.rglob("session.json"))
+
+
+def test_a_session_that_broke_off_is_forgotten_at_the_next_message_of_any_other(ragged, tmp_path, monkeypatch):
+    """A session that goes on is not, however late its messages are."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    node, other = Node("a", ragged, tmp_path), Node("b", ragged, tmp_path)
+    key = get_payload(node.answer("train", invitation()))
+    other.answer("train", invitation(run="of another node"))
+    now += 5 * 10 - 1
+    node.answer("train", invitation(run="second", session="cd"))
+    assert len(list(tmp_path.rglob("session.json"))) == 3
+    now += 2
+    put_payload(content := following("shares"), {**key, 1: bytes(range(64))})
+    node.answer("train", content)
+    assert len(list(tmp_path.rglob("session.json"))) == 3
+    node.answer("train", invitation(run="third", session="ef"))
+    assert node.memory.load_session("test") is None and node.memory.load_session("second") is not None
+    assert other.memory.load_session("of another node") is not None
 
 
 def test_keys_are_new_in_every_session(grid, task, shared):
@@ -428,6 +452,67 @@ def test_a_node_that_sends_nonsense_is_left_out(exchange, what, ragged, task, sh
     assert_close(plain.update, sums.update)
 
 
+class Once:
+    """One node's answer to one exchange of the first session is changed; it answers the others as it should."""
+
+    def __init__(self, exchange, what, node=70):
+        self.at, self.what, self.node, self.count = EXCHANGES.index(exchange), what, node, 0
+
+    def __call__(self, node, answer):
+        self.count += node == self.node
+        return self.what(answer) if node == self.node and self.count == self.at + 1 else answer
+
+
+def garbage(to=lambda i: True):
+    """Bytes as many as were asked for, in those parts of a payload that are about some."""
+    return payload(lambda p: {i: os.urandom(len(part)) if to(i) else part for i, part in p.items()})
+
+
+def one_more(p):
+    """Shares that differ by very little, and so give a seed, but another one."""
+    return {i: (int.from_bytes(part, "big") ^ 1).to_bytes(len(part), "big") for i, part in p.items()}
+
+
+@pytest.mark.parametrize("half", [0, 32])
+def test_a_key_that_nobody_can_use_is_its_senders_fault(half, grid, task, shared):
+    grid.spoil = Once("keys", payload(lambda p: {i: key[:half] + bytes(32) + key[half + 32 :] for i, key in p.items()}))
+    cohort = secure_on(grid, task)
+    assert int(cohort.combine(STEP, shared, slots=K).members.sum()) == 10
+    assert cohort._inner.faults == {"site-0": 1}
+
+
+def test_a_share_that_cannot_be_opened_is_done_without(grid, task, shared):
+    """Two nodes cannot open what the first has sealed for them, and four of six suffice."""
+    plain = cohort_on(grid, task).at(0).combine(STEP, shared, slots=K)
+    grid.spoil = Once("shares", garbage(lambda i: i in (2, 5)))
+    cohort = secure_on(grid, task)
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert_close(plain.update, sums.update)
+    assert sums.members.tolist() == [4, 4, 4] and cohort._inner.faults == {}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "what", "said"),
+    [
+        ("shares", garbage(), "too few nodes could open their shares of the secrets of site 'site-0': 1, and 4 are"),
+        ("counts", garbage(), "the shares of a secret of site 'site-0' do not fit together, so it or one of those"),
+        ("sums", garbage(), "the shares of a secret of site 'site-0' do not fit together, so it or one of those"),
+        ("sheets", garbage(), "the counts make no sense, so somebody has not kept to the protocol"),
+        ("sums", payload(one_more), "the sums make no sense, so somebody has not kept to the protocol"),
+    ],
+)
+def test_one_node_can_stop_a_sum_and_the_run_goes_on_later(exchange, what, said, grid, tmp_path):
+    tables = {**TABLES, "algorithm": {"name": "fedavg", "tau": 2}, "run": {"rounds": 1, "secure": {"min_members": 2}}}
+    settings = Settings(nodes=6, out=str(tmp_path / "run"))
+    hostile = Once(exchange, what)
+    hostile.count = -1  # enrolment
+    grid.spoil = hostile
+    with pytest.raises(TooFewLeft, match=said):
+        serve(grid, settings, tables)
+    again = serve(grid, Settings(nodes=6, out=settings.out, resume=True), tables)
+    assert len(again.history) == 1 and again.history[0]["members"] == [12]
+
+
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -498,6 +583,20 @@ def test_the_server_app_does_it(grid, tmp_path):
     for a, b in zip(plain.models, run.models, strict=True):
         assert_close(a, b)
     assert plain.ari is not None
+
+
+def test_show_lists_clusters_of_which_only_the_sizes_are_known(grid, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run = serve(grid, Settings(nodes=6, out=str(out)), TABLES)
+    monkeypatch.setattr(show, "console", Console(record=True, width=120))
+    show.show(out)
+    text = show.console.export_text()
+    rows = [line.split() for line in text.splitlines()]
+    at = rows.index(["cluster", "members", "accuracy"])
+    scores = run.scores.per_cluster
+    for j, n in enumerate(run.history[-1]["members"]):
+        assert rows[at + 1 + j] == [str(j), str(n), *([f"{scores[j]:.4f}"] if j in scores else [])]
+    assert ["-1"] not in [row[:1] for row in rows]
 
 
 def test_a_run_that_has_too_few_left_goes_on_later(grid, tmp_path):

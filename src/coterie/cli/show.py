@@ -38,11 +38,11 @@ def show(path: Path) -> None:
     """The run and its clusters."""
     info = summary(path)
     result, config = info["result"], info["config"]
+    history = read_history(path)
     console.print(_run_line(info))
-    console.print(_points(result["table"]) if result.get("table") else _clients(result))
+    console.print(_clusters(result, history))
     if result.get("tree"):
         console.print("\n".join(drawn(result["tree"])) + "\n", highlight=False)
-    history = read_history(path)
     metric = result["metric"]
     rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
     scored = [r for r in history if r.get(metric) is not None]
@@ -79,6 +79,23 @@ def compare(paths: list[Path]) -> None:
             f"{r['seconds']:.2f}",
         )  # fmt: skip
     console.print(table)
+
+
+def _clusters(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
+    """The clusters, by what is known of them: whose points, which clients, or how many members only."""
+    if result.get("table"):
+        return _points(result["table"])
+    return _counted(result, history) if set(result["labels"]) == {-1} else _clients(result)
+
+
+def _counted(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
+    """Every cluster with its size in the last round, where a secure sum tells nobody who is in it."""
+    members = history[-1]["members"] if history else None
+    table = _table("cluster", ">members", f">{result['metric']}")
+    for j, n in enumerate(members or []):  # too many clusters are not listed in the history
+        score = result["per_cluster"].get(str(j))  # none if the cluster is too small to be opened
+        table.add_row(str(j), str(n), "" if score is None else f"{score:.4f}")
+    return table
 
 
 def _clients(result: dict[str, Any]) -> Table:

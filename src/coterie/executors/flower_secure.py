@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ from coterie.flower.records import get_tree, put_tree
 from coterie.flower.secure import SECURE, get_payload, put_payload
 from coterie.secure import SecureSum
 from coterie.secure.cohort import MOST, Code, Secure, Witness
-from coterie.secure.masks import SECRET, TAG
+from coterie.secure.masks import SECRET, TAG, usable
 from coterie.secure.protocol import NUMBER, Opened, Payload, Server, Terms, TooFewLeft
 from coterie.secure.shamir import SHARE
 
 LEAST = 2  # nodes: of one alone, sums and counts say where its clients are
 
 Request = Callable[[Tensor], RecordDict]  # the message that asks the clients at some positions for their step
-Expected = Callable[[int], tuple[set[int], int]]  # for a site, whom its payload is about, and the bytes of each part
+Fits = Callable[[int, Payload], bool]  # whether a payload is what a site was asked for
 
 
 class SecureFlower(Secure):
@@ -112,7 +113,8 @@ class Session:
     def __init__(self, cohort: Flower, settings: SecureSum, terms: Terms, step: Step) -> None:
         self.cohort, self.at, self.clip = cohort, cohort.by_site(), settings.clip
         self.step, self.terms = step, terms
-        self.server = Server(terms, {s: len(own) for s, own in self.at.items()})
+        names = {s: f"site '{cohort.roster.sites[s]}'" for s in self.at}
+        self.server = Server(terms, {s: len(own) for s, own in self.at.items()}, names)
         self._words: dict[str, Any] = {"run": cohort.run, "session": secrets.token_hex(16)}
         self._faults: dict[int, str] = {}
 
@@ -121,11 +123,11 @@ class Session:
         server, away = self.server, self.cohort.away(self.at)
         self._blame(away)
         found = self._ask("keys", {s: self._invitation(s) for s in self.at if s not in away})
-        self._receive("keys", found, lambda s: ({s}, 2 * SECRET))
+        self._receive("keys", found, _are_keys)
         keys = server.keys()
         found = self._ask("shares", {s: _payload(keys) for s in keys})
         size = (2 + self.terms.slots) * SHARE + TAG
-        self._receive("shares", found, lambda s: (keys.keys() - {s}, size))
+        self._receive("shares", found, lambda s, p: _is_about(p, keys.keys() - {s}, size))
 
     def collect(self, request: Request) -> Code:
         """Exchange 2: the nodes' clients do their step, and the nodes send masked sheets; returns how to read them."""
@@ -135,24 +137,34 @@ class Session:
             contents[s] = content
         code, found = self._code(self._ask("sheets", contents))
         size = NUMBER * (code.head + self.terms.slots * code.width)
-        self._receive("sheets", found, lambda s: ({s}, size))
+        self._receive("sheets", found, lambda s, p: _is_about(p, {s}, size))
         return code
 
     def open(self, code: Code) -> Opened:
-        """Exchanges 3 and 4: the counts, then the sums of slots that enough clients have chosen."""
+        """Exchanges 3 and 4: the counts, then the sums of slots that enough clients have chosen.
+
+        A node need not hold a share of everybody's secrets, only of its own: it does without those that it could not
+        open.
+        """
         server = self.server
         arrived, everybody = server.arrived(), set(server.transcript.of("shares"))
         found = self._ask("counts", {s: _told(arrived) for s in arrived})
-        self._receive("counts", found, lambda s: (everybody, SHARE))
-        sheet, count = server.counts(code.head)
-        found = self._ask("sums", {s: _told(count) for s in server.transcript.of("counts")})
+        self._receive("counts", found, lambda s, p: s in p and _is_about(p, everybody & p.keys(), SHARE))
+        with self._breaking_off():
+            sheet, count = server.counts(code.head)
+        held = server.transcript.of("counts")
+        found = self._ask("sums", {s: _told(count) for s in held})
         size = SHARE * sum(n >= self.terms.min_members for n in count)
-        self._receive("sums", found, lambda s: (set(arrived), size))
-        return server.sums(sheet, count)
+        self._receive("sums", found, lambda s, p: _is_about(p, held[s].keys() & set(arrived), size))
+        with self._breaking_off():
+            opened = server.sums(sheet, count)
+            code.require_room(opened)
+        return opened
 
     def _invitation(self, site: int) -> RecordDict:
         """What a node is told beforehand; it keeps it until the end of the session."""
         about = {"me": site, "step": step_name(self.step), "clip": self.clip, "clients": len(self.cohort)}
+        about["deadline"] = float(self.cohort.deadline)
         terms = {n: getattr(self.terms, n) for n in ("invited", "needed", "min_members", "slots")}
         return RecordDict({SECURE: ConfigRecord({**about, **terms})})
 
@@ -188,7 +200,7 @@ class Session:
         code = Code.of(self.clip, len(self.cohort), form, self.terms.slots, step_name(self.step))
         return code, {s: found[s] for s in fine}
 
-    def _receive(self, name: str, found: Mapping[int, RecordDict], expected: Expected) -> None:
+    def _receive(self, name: str, found: Mapping[int, RecordDict], fits: Fits) -> None:
         """Give the server what nodes have sent, as far as it is what was asked for."""
         payloads, faults = dict[int, Payload](), dict[int, str]()
         for s, content in sorted(found.items()):
@@ -197,8 +209,7 @@ class Session:
             except ValueError as error:
                 faults[s] = str(error)
                 continue
-            about, size = expected(s)
-            if payload.keys() == about and all(len(part) == size for part in payload.values()):
+            if fits(s, payload):
                 payloads[s] = payload
             else:
                 faults[s] = f"it has not sent what exchange '{name}' of the secure sum asks for"
@@ -207,15 +218,31 @@ class Session:
         self.server.receive(name, payloads)
 
     def _require(self, name: str, answers: int) -> None:
-        try:
+        with self._breaking_off():
             self.server.require(name, answers)
-        except TooFewLeft as error:
+
+    @contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        """What nodes have said cannot be opened: the run stops, with what is known of each node, and can be resumed."""
+        try:
+            yield
+        except (TooFewLeft, ValueError) as error:
             said = (f"site '{self.cohort.roster.sites[s]}': {why}" for s, why in sorted(self._faults.items()))
             raise TooFewLeft("; ".join([str(error), *said])) from None
 
     def _blame(self, faults: Mapping[int, str]) -> None:
         self._faults.update(faults)
         self.cohort.blame(faults)
+
+
+def _is_about(payload: Payload, about: Set[int], size: int) -> bool:
+    """Whether a payload has a part of so many bytes about each of these parties, and about no other."""
+    return payload.keys() == about and all(len(part) == size for part in payload.values())
+
+
+def _are_keys(site: int, payload: Payload) -> bool:
+    """Whether a site has sent its two public keys. One that nobody can use would make every other node fail."""
+    return _is_about(payload, {site}, 2 * SECRET) and all(usable(payload[site][at:][:SECRET]) for at in (0, SECRET))
 
 
 def _payload(payload: Mapping[int, bytes]) -> RecordDict:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +146,16 @@ class Memory:
     def drop_session(self, run: str) -> None:
         """Forget it."""
         self._session(run).unlink()
+
+    def drop_stale_sessions(self, now: float, but: str) -> None:
+        """Forget the sessions of all runs that have broken off: those past their time, `but` the one that goes on."""
+        if self.folder is None:
+            return
+        for file in (self.folder / _digest(self.site)).glob("*/session.json"):
+            with suppress(FileNotFoundError):  # another process, which answers another run, may have been faster
+                plain = json.loads(file.read_text(encoding="utf-8"))
+                if plain["session"] != but and plain.get("until", 0) < now:  # older versions wrote no time
+                    file.unlink()
 
     def _session(self, run: str) -> Path:
         return self._folder(run) / "session.json"

@@ -7,6 +7,7 @@ may start a new process: what a node must remember of a session is in a file unt
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ def answer(memory: Memory, told: Mapping[str, Any], content: RecordDict, work: C
         ValueError: It is not this exchange's turn, or the terms protect nobody.
     """
     run, exchange = str(told["run"]), str(told["exchange"])
+    memory.drop_stale_sessions(time.time(), but=str(told["session"]))
     seat = _invited(told) if exchange == EXCHANGES[0] else _seat(memory, told)
     reply = RecordDict()
     put_payload(reply, _answer(seat, content, work, reply))
@@ -100,6 +102,7 @@ class Seat(NamedTuple):
         slots: How many sums there are.
         clip: The largest number that a client may send.
         clients: How many of them take part, on all nodes together.
+        until: When the session is over, by the node's clock in seconds, if the server is not heard of again.
     """
 
     session: str
@@ -109,6 +112,7 @@ class Seat(NamedTuple):
     slots: int
     clip: float
     clients: int
+    until: float
 
     def to_plain(self) -> dict[str, Any]:
         """The same for JSON. It is secret."""
@@ -136,6 +140,7 @@ def _invited(told: Mapping[str, Any]) -> Seat:
         slots=terms.slots,
         clip=float(told["clip"]),
         clients=int(told["clients"]),
+        until=time.time() + len(EXCHANGES) * float(told["deadline"]),
     )
 
 

@@ -183,6 +183,11 @@ class Code(NamedTuple):
         told = torch.cat([torch.zeros(0), *(reply.note[n].flatten().cpu() for n in self._averaged())])
         return Sheet(np.concatenate([chosen.numpy().view(np.uint64), self._encode(told, who)]), body)
 
+    def require_room(self, opened: Opened) -> None:
+        """Refuse numbers larger than any sum can be: they are masks that were taken off with wrong shares."""
+        if (np.abs(opened.sheet.body.astype(float)) > 2.0**ROOM).any():
+            raise ValueError("secure sum: the sums make no sense, so somebody has not kept to the protocol")
+
     def sums(self, opened: Opened, participants: int) -> Sums:
         """What was opened, as the algorithm is told it, on the server."""
         body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots :]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -43,6 +44,20 @@ class Pair:
         """
         common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
         return HKDF(hashes.SHA256(), SECRET, salt=None, info=b"coterie secure sum: " + purpose).derive(common)
+
+
+def usable(public: bytes) -> bool:
+    """Whether others can agree on a secret with the owner of this public key: there are some with which nobody can.
+
+    Example:
+        >>> usable(Pair(bytes(32)).public), usable(bytes(32))
+        (True, False)
+    """
+    try:
+        Pair(os.urandom(SECRET)).agree(public, b"trial")
+    except ValueError:
+        return False
+    return True
 
 
 def mask(seed: bytes, length: int) -> np.ndarray:

@@ -31,6 +31,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
+from cryptography.exceptions import InvalidTag
 
 from coterie.secure.masks import SECRET, Entropy, Pair, mask, seal, unseal
 from coterie.secure.shamir import SHARE, join, split
@@ -44,7 +45,7 @@ Answering = Callable[[str, list[int]], list[int]]  # of the clients asked in an 
 
 
 class TooFewLeft(ConnectionError):
-    """Fewer clients have answered than are needed to open a sum. No cluster's sum was opened."""
+    """Too few clients have kept to the protocol for a sum to be opened. No cluster's sum was opened."""
 
 
 class Terms(NamedTuple):
@@ -188,9 +189,13 @@ class Client:
         return {i: self._seal(i, b"".join(piece[i] for piece in pieces)) for i in self._keys}
 
     def sheet(self, sealed: Mapping[int, bytes], sheet: Sheet) -> Payload:
-        """Exchange 2: the own numbers under all masks."""
-        self._require([self.me, *sealed])
-        self._held |= {i: _cut(self._unseal(i, text)) for i, text in sealed.items()}
+        """Exchange 2: the own numbers under all masks.
+
+        A share that cannot be opened is done without: it is the sender who has not kept to the protocol, and enough
+        others may hold shares of its secrets.
+        """
+        self._held |= {i: _cut(text) for i in sealed if (text := self._unseal(i, sealed[i])) is not None}
+        self._require(self._held)
         total = sheet.flat() + _own_masks(self._seeds, sheet)
         for i in sealed:
             _add_common_mask(total, self.me, i, self._masking, self._keys[i][SECRET:])
@@ -206,8 +211,8 @@ class Client:
 
     def sums(self, count: Sequence[int]) -> Payload:
         """Exchange 4: shares of the seeds of those slots that enough clients have chosen."""
-        wanted = _large_enough(count, self._terms)
-        return {i: b"".join(self._held[i][2 + j] for j in wanted) for i in self._arrived or []}
+        wanted, arrived = _large_enough(count, self._terms), self._arrived or []
+        return {i: b"".join(self._held[i][2 + j] for j in wanted) for i in arrived if i in self._held}
 
     def _require(self, clients: Iterable[int]) -> None:
         """A client goes no further with too few others; it need not believe the server that they are enough."""
@@ -218,8 +223,11 @@ class Client:
     def _seal(self, to: int, text: bytes) -> bytes:
         return seal(self._channel.agree(self._keys[to][:SECRET], b"shares"), self.me, to, text)
 
-    def _unseal(self, sender: int, text: bytes) -> bytes:
-        return unseal(self._channel.agree(self._keys[sender][:SECRET], b"shares"), sender, self.me, text)
+    def _unseal(self, sender: int, text: bytes) -> bytes | None:
+        try:
+            return unseal(self._channel.agree(self._keys[sender][:SECRET], b"shares"), sender, self.me, text)
+        except InvalidTag:
+            return None
 
 
 class Server:
@@ -228,10 +236,13 @@ class Server:
     Args:
         terms: What was agreed on.
         speaking: For how many clients each party speaks; for itself, unless told otherwise.
+        names: What parties are called in messages, where not by their number.
     """
 
-    def __init__(self, terms: Terms, speaking: Mapping[int, int] | None = None) -> None:
-        self.terms, self.speaking = terms, speaking or {}
+    def __init__(
+        self, terms: Terms, speaking: Mapping[int, int] | None = None, names: Mapping[int, str] | None = None
+    ) -> None:
+        self.terms, self.speaking, self.names = terms, speaking or {}, names or {}
         self.transcript = Transcript()
 
     def receive(self, exchange: str, payloads: Mapping[int, Payload]) -> None:
@@ -272,7 +283,11 @@ class Server:
         return arrived
 
     def counts(self, head: int) -> tuple[Sheet, list[int]]:
-        """For everybody after exchange 3: how many chose each slot; and the sum, of which only the head is open."""
+        """For everybody after exchange 3: how many chose each slot; and the sum, of which only the head is open.
+
+        Raises:
+            ValueError: Somebody has not kept to the protocol.
+        """
         sheets, answers = self.transcript.of("sheets"), self.transcript.of("counts")
         total: np.ndarray = reduce(np.add, (np.frombuffer(payload[i], dtype="<u8") for i, payload in sheets.items()))
         for i in self.transcript.of("shares"):
@@ -289,7 +304,11 @@ class Server:
         return Sheet.of(total, head, self.terms.slots), count
 
     def sums(self, sheet: Sheet, count: Sequence[int]) -> Opened:
-        """After exchange 4: the sums of slots that enough clients have chosen."""
+        """After exchange 4: the sums of slots that enough clients have chosen.
+
+        Raises:
+            ValueError: Somebody has not kept to the protocol.
+        """
         wanted, arrived = _large_enough(count, self.terms), list(self.transcript.of("sheets"))
         body = np.zeros_like(sheet.body)
         body[wanted] = sheet.body[wanted]
@@ -307,8 +326,20 @@ class Server:
 
     def _joined(self, answers: Mapping[int, Payload], client: int, at: int = 0) -> bytes:
         """A secret of a client, from the first shares of it that suffice."""
-        holders = list(answers)[: self.terms.needed]
-        return join({i: _cut(answers[i][client])[at] for i in holders})
+        holders = [i for i, payload in answers.items() if client in payload][: self.terms.needed]
+        name = self.names.get(client, f"{self.terms.who[:-1]} {client}")
+        if len(holders) < self.terms.needed:
+            raise ValueError(
+                f"secure sum: too few {self.terms.who} could open their shares of the secrets of {name}: "
+                f"{len(holders)}, and {self.terms.needed} are needed"
+            )
+        try:
+            return join({i: _cut(answers[i][client])[at] for i in holders})
+        except ValueError:
+            raise ValueError(
+                f"secure sum: the shares of a secret of {name} do not fit together, so it or one of those that hold "
+                "them has not kept to the protocol"
+            ) from None
 
 
 class Session:
