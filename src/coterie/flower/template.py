@@ -6,7 +6,8 @@ from pathlib import Path
 
 from coterie.snapshot import write_text
 
-APP = ("pyproject.toml", "data.py", "ifca.toml")  # of examples/flower
+# Of examples/flower. What .gitignore names is not sent to nodes: a federation's keys and tokens, and runs.
+APP = ("pyproject.toml", "data.py", "ifca.toml", ".gitignore")
 
 
 def write_app(folder: Path) -> None:
