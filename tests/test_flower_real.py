@@ -163,8 +163,11 @@ def test_a_run_outlives_a_node_its_server_and_its_superlink(lab, app, tmp_path):
     history = read_history(out)
     assert history[1]["left_out"] == ["site2"] and read_result(out)["left_out"]["site2"] >= 1
     assert [row["round"] for row in history] == [1, 2, 3, 4, 5, 6]
-    assert [row["participants"] for row in history][:2] == [12, 8] and history[-1]["participants"] == 12
-    for t, row in enumerate(history):
-        there = cohort if row["participants"] == 12 else cohort.without(torch.arange(8, 12))
-        state, _ = algorithm.round(state, there.at(t))
+    assert history[1]["participants"] == 8 and any(row["participants"] == 12 for row in history[2:])
+    for t, row in enumerate(history):  # a node may also hang on a message of which the kill has left a part
+        away = [int(site.removeprefix("site")) for site in row.get("left_out", [])]
+        assert row["participants"] == 12 - 4 * len(away)
+        state, _ = algorithm.round(
+            state, cohort.without(torch.tensor([4 * s + i for s in away for i in range(4)])).at(t)
+        )
     assert_same(out, algorithm.labels(state).tolist(), algorithm.models(state))

@@ -272,25 +272,28 @@ class Roster:
         return Roster.listed(list(zip(self.nodes[:count], self.told, strict=False)))
 
     def to_plain(self) -> dict[str, Any]:
-        """What the sites told, as a table for JSON. Numbers of nodes are left out: they may be others the next time."""
-        return {"sites": [site.to_plain() for site in self.told]}
+        """What the sites told, and Flower's numbers of their nodes, as a table for JSON."""
+        return {"nodes": list(self.nodes), "sites": [site.to_plain() for site in self.told]}
 
     @classmethod
     def from_plain(cls, table: Any) -> Roster:
-        """The table that `to_plain` described, with all nodes away.
+        """The table that `to_plain` described. A node that has got another number since enrols again.
 
         Example:
             >>> rows = [(torch.zeros(3, 2), torch.zeros(3))]
             >>> roster = Roster.of([(5, Site.of("b", Federation.from_clients(rows)))])
             >>> Roster.from_plain(json.loads(json.dumps(roster.to_plain()))).nodes
-            (-1,)
+            (5,)
 
         Raises:
             ValueError: It is not what `to_plain` writes.
         """
         if not isinstance(table, dict) or not isinstance(sites := table.get("sites"), list):
             raise ValueError("it lists no sites")
-        return cls.listed([(AWAY, Site.from_plain(site)) for site in sites])
+        nodes = table.get("nodes")
+        if not isinstance(nodes, list) or len(nodes) != len(sites) or not all(type(n) is int for n in nodes):
+            raise ValueError("it does not list a node for every site")
+        return cls.listed([(node, Site.from_plain(site)) for node, site in zip(nodes, sites, strict=True)])
 
 
 def _changed(before: Site, now: Site) -> str:
