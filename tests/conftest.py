@@ -114,6 +114,7 @@ def lab(tmp_path_factory, command_line):
         assert [r["process"] for r in rows if "worker" not in r["process"]] == [LINK, "site0", "site1", "site2"]
         yield lab
         pids = [told["pid"] for told in lab.processes().values() if told["pid"]]
+        assert command_line("flower", "down", "--dir", str(folder)) == f"stopped the federation in {folder}\n"
     finally:
         lab.stop()
     for pid in pids:

@@ -1,7 +1,9 @@
 """What counts of what nodes keep: not a try that came to nothing, not a straggler's, not another run's."""
 
 import json
+import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import coterie as ct
 from coterie.executors.flower_secure import secured
 from coterie.executors.vectorised import Vectorised
 from coterie.flower.local import LocalGrid
-from coterie.flower.memory import Memory, Moment
+from coterie.flower.memory import FORGOTTEN, Memory, Moment
 from coterie.flower.node import Node
 from coterie.flower.server_app import Settings, serve
 from coterie.key import Key
@@ -124,9 +126,21 @@ def test_a_run_in_the_place_of_another_does_not_share_its_memory(points, tmp_pat
     assert go(1) != first
     assert len(list((tmp_path / "nodes").glob("*/*"))) == 2 * len(sites)
     kept = json.loads((out / "roster.json").read_text())
-    (out / "roster.json").write_text(json.dumps({"sites": kept["sites"]}))
+    del kept["run"]
+    (out / "roster.json").write_text(json.dumps(kept))
     with pytest.raises(ValueError, match="damaged: it does not name the run"):
         go(2, resume=True)
+
+
+def test_a_run_with_which_nobody_goes_on_is_forgotten(tmp_path):
+    memory = Memory(tmp_path, "a")
+    for run in ("old", "new"):
+        memory.save(Moment(run, 0, "aa"), {"x": torch.tensor(0)})
+    for folder in tmp_path.glob("*/*"):
+        os.utime(folder, (0, time.time() - FORGOTTEN - 60))
+    memory.save(Moment("new", 1, "bb", after=(0, "aa")), {"x": torch.tensor(1)})
+    assert kept(memory, Moment("new", 1, "cc", after=(0, "aa"))) == {"x": 0}
+    assert kept(memory, Moment("old", 1, "bb", after=(0, "aa"))) == {}
 
 
 def test_of_a_secure_sum_those_count_whose_sheets_arrived(points, on_flower):

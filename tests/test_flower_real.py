@@ -1,5 +1,6 @@
 """Whole runs on a real SuperLink and three real SuperNodes, against the simulator; also if they are killed."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,8 +10,10 @@ import tomllib
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import coterie as ct
+from coterie.cli.main import app as cli
 from coterie.config import build_algorithm, build_task
 from coterie.executors.fused import Fused
 from coterie.flower.lab import LINK
@@ -101,17 +104,31 @@ def assert_same(out, labels, models):
         assert torch.allclose(found[name], x, rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize("names", list(zip(list(CONFIGS)[::2], list(CONFIGS)[1::2], strict=True)))
+def assert_as_simulated(app, name, out):
+    algorithm, task, federation, asked = simulated(app, name)
+    run = ct.fit(algorithm, task, federation, **asked)
+    assert_same(out, run.labels.tolist(), algorithm.models(run.state))
+    assert [r["participants"] for r in read_history(out)] == [r["participants"] for r in run.history]
+
+
+def test_the_command_line_trains_and_tells(lab, app, tmp_path, command_line):
+    out, at = tmp_path / "fedavg", ("--dir", str(lab.folder))
+    told = command_line("flower", "run", str(app / "fedavg.toml"), "--out", str(out), *at)
+    assert told.startswith("fedavg on flower\n12 clients, 1 rounds")
+    assert_as_simulated(app, "fedavg", out)
+    rows = json.loads(command_line("flower", "status", "--json", *at))
+    assert [r["process"] for r in rows if r["online"]] == ["site0", "site1", "site2"]
+    refused = CliRunner().invoke(cli, ["flower", "run", str(app / "fedavg.toml"), "--out", str(out), *at])
+    assert "already holds a run; resume it with --resume" in str(refused.exception)
+
+
+@pytest.mark.parametrize("names", [("ifca", "cfl"), ("mixed_regression", "kfed"), ("uifca",)])
 def test_an_algorithm_does_on_nodes_what_it_does_in_the_simulator(names, lab, app, tmp_path):
     runs = {name: submit(lab, app / f"{name}.toml", tmp_path / name, resume=False) for name in names}  # side by side
     for name, number in runs.items():
         events = []
         watch(lab, number, tmp_path / name, events.append)
-        algorithm, task, federation, asked = simulated(app, name)
-        run = ct.fit(algorithm, task, federation, **asked)
-        assert_same(tmp_path / name, run.labels.tolist(), algorithm.models(run.state))
-        history = read_history(tmp_path / name)
-        assert [r["participants"] for r in history] == [r["participants"] for r in run.history]
+        assert_as_simulated(app, name, tmp_path / name)
         assert not [e for e in events if e["event"] == "log" and "left out" in e["message"]], events
 
 

@@ -139,6 +139,16 @@ class SummedScores(Scores):
 
 
 @dataclass(frozen=True)
+class SummedPointScores(SummedScores):
+    """The same where clients have points of several clusters each: there is one sum, over all of them."""
+
+    @property
+    def per_cluster(self) -> dict[int, float]:
+        """Empty: nobody tells which of its points are in which cluster."""
+        return {}
+
+
+@dataclass(frozen=True)
 class Scorer:
     """The client's side of an evaluation."""
 
@@ -261,8 +271,9 @@ def _summed(algorithm: Algorithm, state: Any, cohort: Cohort, choose_on: str) ->
         sums = test.combine_own(Scorer().tally, sent, choose, choose_on, slots=k)
     else:  # where they are in follows from who they are
         sums = test.combine(Scorer().tally, sent, slots=k, rows=algorithm.place(state, cohort.on(choose_on)))
+    kind = SummedPointScores if isinstance(algorithm, PointAlgorithm) else SummedScores
     nobodys = np.full(len(cohort), np.nan, dtype=np.float32)
-    return SummedScores(
+    return kind(
         metric=cohort.task.metric,
         per_client=nobodys,
         labels=np.full(len(cohort), -1),

@@ -37,6 +37,21 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a text file whole or not at all, for its owner alone to read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "key"
+        >>> write_private(path, "secret")
+        >>> oct(path.stat().st_mode & 0o777)
+        '0o600'
+    """
+    with atomic(path) as part:
+        part.touch(mode=0o600)  # before there is anything in it
+        part.write_text(text, encoding="utf-8")
+
+
 def save(path: Path, tree: Any) -> None:
     """Save a tree of dicts, tuples, NamedTuples, tensors and plain values."""
     from safetensors.torch import save_file

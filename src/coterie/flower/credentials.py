@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from coterie.snapshot import write_private
 
 DAYS = 365  # for which certificates are valid
 
@@ -27,7 +28,6 @@ def make_certificates(folder: Path) -> None:
         >>> sorted(p.name for p in folder.iterdir())
         ['ca.crt', 'server.key', 'server.pem']
     """
-    folder.mkdir(parents=True, exist_ok=True)
     authority, server = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coterie local authority")])
     root = _certificate(name, name, authority.public_key()).add_extension(
@@ -48,9 +48,9 @@ def make_certificates(folder: Path) -> None:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(named), critical=False)
         .sign(authority, hashes.SHA256())
     )
-    _write(folder / "ca.crt", signed.public_bytes(serialization.Encoding.PEM))
-    _write(folder / "server.pem", leaf.public_bytes(serialization.Encoding.PEM))
-    _write(folder / "server.key", _private(server, serialization.PrivateFormat.PKCS8))
+    write_private(folder / "ca.crt", _public(signed))
+    write_private(folder / "server.pem", _public(leaf))
+    write_private(folder / "server.key", _private(server, serialization.PrivateFormat.PKCS8))
 
 
 def make_node_key(path: Path) -> None:
@@ -63,11 +63,10 @@ def make_node_key(path: Path) -> None:
         >>> path.with_suffix(".pub").read_text().split()[0]
         'ecdsa-sha2-nistp384'
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())  # ed25519 is refused
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write(path, _private(key, serialization.PrivateFormat.OpenSSH))
-    _write(path.with_suffix(".pub"), public + b"\n")
+    write_private(path, _private(key, serialization.PrivateFormat.OpenSSH))
+    write_private(path.with_suffix(".pub"), public.decode() + "\n")
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -83,11 +82,9 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
     )
 
 
-def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+def _public(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
+def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> str:
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()).decode()

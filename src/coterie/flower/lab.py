@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.flower.credentials import make_certificates, make_node_key
+from coterie.flower.lock import Held, alone
 from coterie.snapshot import write_text
 
 LINK = "superlink"
@@ -75,6 +76,10 @@ class Lab:
             workers: Whether each node has a resident worker.
             entrance: The port of a proxy through which nodes reach the SuperLink; 0 where there is none.
         """
+        with alone(self.folder.with_name(f".{self.folder.name}.lock"), PATIENCE):
+            self._prepare(nodes, workers, entrance)
+
+    def _prepare(self, nodes: int, workers: bool, entrance: int) -> None:
         if (self.folder / "lab.json").exists():
             if (there := len(self.settings["nodes"])) != nodes:
                 raise ValueError(f"{self.folder} holds a local federation of {there} nodes, not {nodes}")
@@ -186,9 +191,7 @@ class Lab:
             time.sleep(1)  # asking is a process of Flower's own, which takes one, too
 
     def start(self) -> None:
-        """Start the supervisor, which outlives this process."""
-        if self.processes():
-            return
+        """Start the supervisor, which outlives this process. Where one is running, the new one ends at once."""
         log = (self.folder / "logs" / "supervisor.log").open("ab")
         with log:
             subprocess.Popen(
@@ -266,7 +269,12 @@ class Service:
 
 
 def supervise(lab: Lab) -> None:
-    """Keep a lab's processes running until SIGTERM."""
+    """Keep a lab's processes running until SIGTERM; nothing where another does so."""
+    with suppress(Held), alone(lab.folder / "supervisor.lock", 0):
+        _supervise(lab)
+
+
+def _supervise(lab: Lab) -> None:
     services = {
         name: Service(name, command, lab.folder / "logs" / f"{name}.log", lab.environment)
         for name, command in lab.commands().items()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 
 from coterie import snapshot
 
+FORGOTTEN = 90 * 86400  # seconds after which a run with which nobody has gone on is forgotten
 KEPT = 2  # versions: after the last piece of work, and after the one before, should the last have to be done again
 
 
@@ -104,6 +107,7 @@ class Memory:
         folder, now = self._folder(moment.run), (moment.unit, _word(moment.attempt))
         if any(kept[0] >= moment.unit and kept != now for kept in map(_try, self._versions(moment.run))):
             raise ValueError(f"site '{self.site}': a later message has overtaken this one")
+        self._forget_old_runs(but=moment.run)
         content = {"names": tuple(memory), "memory": tuple(memory.values())}
         snapshot.save(folder / f"{moment.unit:08d}-{moment.attempt}.safetensors", content)
         for old in self._versions(moment.run)[:-KEPT]:
@@ -123,6 +127,7 @@ class Memory:
     def save_chunks(self, run: str, chunks: dict[str, int]) -> None:
         """Keep them for later messages, if there is a folder."""
         if self.folder is not None:
+            self._forget_old_runs(but=run)
             snapshot.write_text(self._folder(run) / "chunks.json", json.dumps(chunks))
 
     def load_session(self, run: str) -> dict[str, Any] | None:
@@ -139,9 +144,7 @@ class Memory:
         """
         if self.folder is None:
             raise ValueError(f"site '{self.site}': a secure sum has secrets to keep; give the node a 'memory' folder")
-        with snapshot.atomic(self._session(run)) as part:
-            part.touch(mode=0o600)
-            part.write_text(json.dumps(plain), encoding="utf-8")
+        snapshot.write_private(self._session(run), json.dumps(plain))
 
     def drop_session(self, run: str) -> None:
         """Forget it."""
@@ -156,6 +159,13 @@ class Memory:
                 plain = json.loads(file.read_text(encoding="utf-8"))
                 if plain["session"] != but and plain.get("until", 0) < now:  # older versions wrote no time
                     file.unlink()
+
+    def _forget_old_runs(self, but: str) -> None:
+        own = self._folder(but)
+        for run in own.parent.glob("*"):
+            with suppress(FileNotFoundError):  # another process may have been faster
+                if run != own and time.time() - run.stat().st_mtime > FORGOTTEN:  # since a file in it was made or went
+                    shutil.rmtree(run)
 
     def _session(self, run: str) -> Path:
         return self._folder(run) / "session.json"

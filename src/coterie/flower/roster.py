@@ -23,7 +23,7 @@ from coterie.task import Task
 AWAY = -1  # in place of Flower's number of a node that has not come back yet
 PARTS = ("train", "test")
 LONGEST = 200  # letters of a name
-LARGEST = 2**28  # values of a row, for the server holds one
+LARGEST = 2**24  # values of a row, for the server holds one
 TYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float64, torch.float16, torch.long)} | {
     str(t).removeprefix("torch."): t for t in (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 }

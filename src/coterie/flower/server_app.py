@@ -6,16 +6,14 @@ simulator; there is no [data], for the nodes have it.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import secrets
-import time
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context
@@ -26,6 +24,7 @@ from coterie.algorithms.base import Algorithm
 from coterie.config import build_algorithm, build_secure, build_task
 from coterie.executors.flower import Flower, Grid, Language, enrol, plain_task, wait_for
 from coterie.flower.data_file import find_data_file
+from coterie.flower.lock import Held, alone
 from coterie.flower.roster import Roster
 from coterie.flower.steps import describe_step, types_of
 from coterie.precision import Precision, check_precision
@@ -123,8 +122,13 @@ def serve(grid: Grid, settings: Settings, tables: dict[str, Any]) -> Run:
     """
     parsed = parse(tables)
     out = Path(settings.out).expanduser().absolute() if settings.out else None
-    with _alone(out):
-        return _serve(grid, settings, parsed, out)
+    # A server that nobody watches any more may still be at work; one whose SuperLink is gone ends, but not at once.
+    lock = alone(out.parent / f".{out.name}.lock", PATIENCE) if out else nullcontext()
+    try:
+        with lock:
+            return _serve(grid, settings, parsed, out)
+    except Held:
+        raise ValueError(f"{out}: another server is at work on this run; `flwr list` tells which") from None
 
 
 def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> Run:
@@ -148,30 +152,6 @@ def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> 
         out=out,
         resume=settings.resume,
     )
-
-
-@contextmanager
-def _alone(out: Path | None) -> Iterator[None]:
-    """Refuse a run folder that another server writes to: one that nobody watches any more may still be at work."""
-    if out is None:
-        yield
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (out.parent / f".{out.name}.lock").open("w") as file:
-        end = time.monotonic() + PATIENCE
-        while not _locked(file):
-            if time.monotonic() > end:
-                raise ValueError(f"{out}: another server is at work on this run; `flwr list` tells which")
-            time.sleep(1)  # one whose SuperLink is gone ends, but not at once
-        yield
-
-
-def _locked(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by whatever ends this process
-    except OSError:
-        return False
-    return True
 
 
 def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> tuple[Roster, str]:

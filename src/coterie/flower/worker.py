@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import sys
 import threading
@@ -21,6 +20,7 @@ from flwr.app import Context, RecordDict
 from coterie.flower.data_file import forget
 from coterie.flower.node import Node, node_of
 from coterie.flower.resident import ADDRESS, from_bytes, to_bytes
+from coterie.snapshot import write_private
 
 log = logging.getLogger("coterie")
 
@@ -69,7 +69,7 @@ def serve(folder: Path) -> None:
             log.warning("worker: %s: %s", type(error).__name__, error)
 
     with Listener(("127.0.0.1", 0)) as listener:
-        _tell(folder, {"port": listener.address[1], "token": token.hex()})
+        write_private(folder / ADDRESS, json.dumps({"port": listener.address[1], "token": token.hex()}))
         while True:  # each in a thread of its own: one that says nothing keeps nobody waiting
             threading.Thread(target=listen_to, args=(listener.accept(),), daemon=True).start()
 
@@ -84,15 +84,6 @@ def _converse(connection: Connection, worker: Worker, one_at_a_time: threading.L
         return
     connection.send_bytes(b"")
     connection.send_bytes(answer)
-
-
-def _tell(folder: Path, address: dict[str, Any]) -> None:
-    """Write how to reach the worker, for its own user only."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{ADDRESS}.{os.getpid()}"
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(json.dumps(address))
-    draft.replace(folder / ADDRESS)
 
 
 if __name__ == "__main__":
