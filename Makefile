@@ -9,9 +9,10 @@ NGINX := .venv/.nginx
 demo: $(READY)
 	$(BIN)/coterie demo
 
-# One thread per test process: two processes that each use all cores spend their time waiting for each other.
+# One thread per test process: processes that each use all cores spend their time waiting for each other. Of the three
+# one is with the tests of real Flower processes, and mostly waits.
 test: lint $(NGINX)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,8 +10,9 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 import coterie as ct
-from coterie.executors.flower import Flower, Language, enrol
+from coterie.executors.flower import Flower, Language
 from coterie.federation import Federation
+from coterie.flower.enrolment import enrol
 from coterie.flower.lab import LINK, Lab
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node

@@ -93,12 +93,12 @@ def test_one_group_is_not_split():
 
 @needs_mnist
 def test_label_swaps_are_split_and_congruent_clients_are_not():
-    task = ct.Task.classifier(ct.models.MLP(784, 100, 10))
-    swapped = ct.data.swap_labels(ct.data.mnist(20, rows=100), groups=4)
-    run = ct.fit(ct.CFL(), task, swapped, rounds=80, evaluations=1)
+    task = ct.Task.classifier(ct.models.MLP(784, 50, 10))
+    swapped = ct.data.swap_labels(ct.data.mnist(20, rows=60), groups=4)
+    run = ct.fit(ct.CFL(), task, swapped, rounds=60, evaluations=1)
     assert run.ari == 1.0 and len(run.models) == 4
-    halves = ct.data.keep_labels(ct.data.mnist(20, rows=200), blocks=2)
-    assert len(ct.fit(ct.CFL(), task, halves, rounds=80, evaluations=1).models) == 1
+    halves = ct.data.keep_labels(ct.data.mnist(20, rows=120), blocks=2)
+    assert len(ct.fit(ct.CFL(), task, halves, rounds=60, evaluations=1).models) == 1
 
 
 def test_sketches_gradients_and_complete_linkage_find_the_groups_too():

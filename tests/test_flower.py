@@ -16,9 +16,10 @@ import coterie as ct
 from coterie.cohort import Absent
 from coterie.config import build_algorithm, build_task
 from coterie.evaluate import Scorer
-from coterie.executors.flower import TooFew, enrol, plain_task
 from coterie.federation import Federation
 from coterie.flower.client_app import respond
+from coterie.flower.enrolment import enrol, plain_task
+from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.node import Node, node_of

@@ -10,9 +10,11 @@ from flwr.app import ConfigRecord, Message, RecordDict
 import coterie as ct
 from coterie.algorithms import ALGORITHMS
 from coterie.executors import EXECUTORS
-from coterie.executors.flower import Flower, Language, TooFew, enrol
+from coterie.executors.flower import Flower, Language
 from coterie.federation import Federation
 from coterie.flower.desk import AGAIN
+from coterie.flower.enrolment import enrol
+from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.roster import Roster, Site

@@ -21,7 +21,8 @@ import coterie as ct
 import coterie.executors.flower as executor
 from coterie.cohort import Absent
 from coterie.evaluate import Scorer
-from coterie.executors.flower import TooFew, enrol
+from coterie.flower.enrolment import enrol
+from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.records import get_tree, put_tree

@@ -19,8 +19,8 @@ from coterie.executors.fused import Fused
 from coterie.flower.lab import LINK
 from coterie.flower.submit import submit, watch
 from coterie.key import Key
+from coterie.loop import CLIENTS, START
 from coterie.record import read_history, read_result
-from coterie.run import CLIENTS, START
 
 pytestmark = pytest.mark.flower
 

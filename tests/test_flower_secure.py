@@ -18,9 +18,10 @@ import coterie as ct
 from coterie.cli import show
 from coterie.client import Reply
 from coterie.evaluate import Scorer, SummedScores, evaluate
-from coterie.executors.flower import Flower, Language, enrol
+from coterie.executors.flower import Flower, Language
 from coterie.executors.flower_secure import SecureFlower, secured
 from coterie.federation import Federation
+from coterie.flower.enrolment import enrol
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import Memory
 from coterie.flower.node import Node

@@ -11,10 +11,10 @@ import pytest
 from flwr.app import ConfigRecord, Context, RecordDict
 
 import coterie as ct
-from coterie.executors.flower import plain_task
 from coterie.flower import resident
 from coterie.flower.client_app import respond
 from coterie.flower.data_file import forget
+from coterie.flower.enrolment import plain_task
 from coterie.flower.node import node_of
 
 DATA = """

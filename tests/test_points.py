@@ -148,6 +148,11 @@ def test_without_a_ridge_what_has_no_density_is_refused(caplog):
     assert ct.fit(ct.UIFCA(k=2, ridge=0.0), flow(6), plain, rounds=10, evaluations=1).purity == 1.0
 
 
+def test_a_start_of_another_algorithms_is_refused(points):
+    with pytest.raises(ValueError, match="UIFCA: init must be 'mixed' or 'random' or 'kfed' or Disturbed"):
+        ct.fit(ct.UIFCA(k=3, init="balanced"), ct.Task.density(ct.models.AffineFlow(6)), points, rounds=1)
+
+
 def test_bad_input_is_named():
     tiny = Federation.from_clients([(torch.ones(1, 2), torch.zeros(1, dtype=torch.long))] * 3)
     with pytest.raises(ValueError, match="KFED: k must be at most the number of points of all clients, 3, got 4"):

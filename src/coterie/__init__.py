@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from coterie.diagnosis import Diagnosis, diagnose
     from coterie.evaluate import Scores
     from coterie.federation import Federation
-    from coterie.run import Diverged, Run, fit
+    from coterie.result import Diverged, Run
+    from coterie.run import fit
     from coterie.secure import SecureSum
     from coterie.task import Task
 
@@ -43,7 +44,8 @@ _HOMES = {
     "diagnosis": ("Diagnosis", "diagnose"),
     "evaluate": ("Scores",),
     "federation": ("Federation",),
-    "run": ("Diverged", "Run", "fit"),
+    "result": ("Diverged", "Run"),
+    "run": ("fit",),
     "secure": ("SecureSum",),
     "task": ("Task",),
 }

@@ -25,7 +25,7 @@ from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
 from coterie.features import require_linear
 from coterie.federation import Federation
-from coterie.run import Run
+from coterie.result import Run
 from coterie.task import Data, Task
 from coterie.tree import Outer, flat, take, tree_map
 

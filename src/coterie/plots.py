@@ -152,6 +152,25 @@ def scale(path: Path, rows: list[dict[str, Any]], slope: float) -> None:
     save(fig, path)
 
 
+def federations(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The picture of `coterie bench flower`: a round's seconds against the number of nodes."""
+    fig = figure(5, 3.2)
+    axes = fig.subplots()
+    for workers, colour, label in (
+        (False, COLOURS[7], "torch in every message"),
+        (True, COLOURS[0], "resident workers"),
+    ):
+        own = [row for row in rows if row["workers"] == workers]
+        axes.plot([r["nodes"] for r in own], [r["seconds"] for r in own], "o-", lw=2, color=colour, label=label)
+    axes.set_xticks(sorted({row["nodes"] for row in rows}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("nodes, all on one machine")
+    axes.set_title("Seconds per round on a Flower federation", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    tidy(axes)
+    save(fig, path)
+
+
 def _growth(axes: Any, rows: list[dict[str, Any]], key: str, colour: str, label: str, **style: Any) -> None:
     """One curve against the number of clients, both on logarithmic axes."""
     kept = [row for row in rows if row[key] is not None]

@@ -85,6 +85,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if origin is tuple:
         return isinstance(value, tuple | list) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if isinstance(value, str):
+        return hint in (str, Any)  # it is also a Sequence, of letters, which nobody means
     return isinstance(value, origin or hint) if isinstance(origin or hint, type) else True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import statistics
 import threading
@@ -15,6 +16,8 @@ from coterie.flower.lab import LINK, Lab
 from coterie.flower.submit import submit, watch
 from coterie.flower.template import write_app
 from coterie.record import read_history
+
+log = logging.getLogger("coterie")
 
 NODES = (1, 3, 6)
 ROUNDS = 8  # of which the first, which has the start in it, and the last, with the evaluation, do not count
@@ -69,13 +72,15 @@ def _one(nodes: int, workers: bool) -> dict[str, Any]:
 
         watch(lab, number, out, seen)
         history = read_history(out)
-    counted = sum(r["bytes_down"] + r["bytes_up"] for r in history[1:-1])
+    rounds = history[1:-1]
+    seconds = [r["seconds"] for r in rounds]
+    log.info("%d nodes, %s workers: %.2f s a round", nodes, "with" if workers else "no", statistics.median(seconds))
     return {
         "nodes": nodes,
         "workers": workers,
-        "seconds": statistics.median(r["seconds"] for r in history[1:-1]),
-        "slowest": max(r["seconds"] for r in history[1:-1]),
-        "counted_bytes": counted,
+        "seconds": statistics.median(seconds),
+        "slowest": max(seconds),
+        "counted_bytes": sum(r["bytes_down"] + r["bytes_up"] for r in rounds),
         "wire_bytes": bytes_at[-2] - bytes_at[0],
     }
 

@@ -16,7 +16,7 @@ from coterie.algorithms.base import Algorithm, PointAlgorithm
 from coterie.config import build_algorithm, build_task
 from coterie.federation import Federation
 from coterie.record import read_checkpoint, read_config, read_result
-from coterie.run import assign
+from coterie.result import assign
 from coterie.task import Task
 
 log = logging.getLogger("coterie")

@@ -181,16 +181,18 @@ def scale(
 @bench.command(name="flower")
 def bench_flower(
     quick: Annotated[bool, typer.Option("--quick", help="One node only.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for flower.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for flower.json and the picture, flower.png.")] = None,
     as_json: Json = False,
 ) -> None:
     """Seconds per round of a real federation on this machine, and the bytes on its wire."""
     flower.check_installed()
+    from coterie import plots
     from coterie.bench.flower import measure
 
     rows = measure(quick=quick)
     if out:
         write_json(out / "flower.json", rows)
+        plots.federations(out / "flower.png", rows)
     display.emit(rows, as_json, lambda: display.federations(rows))
 
 

@@ -1,22 +1,20 @@
 """Clients spread over the nodes of a Flower federation, each of which may hold many.
 
-Of Flower's `Grid` only `get_node_ids`, `push_messages` and `pull_messages` are used. An exchange is one message per
-node. Answers are added up in the order of the sites' names, so the result does not depend on who is first.
+An exchange is one message per node. Answers are added up in the order of the sites' names, so the result does not
+depend on who is first.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from flwr.app import ConfigRecord, Error, Message, RecordDict
-from google.protobuf.message import DecodeError
+from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from coterie.client import ClientStep, Reply
@@ -24,6 +22,8 @@ from coterie.cohort import Absent, Admit, Cohort, Step, Sums
 from coterie.flower import checks
 from coterie.flower.checks import Asked, Verb
 from coterie.flower.desk import Desk
+from coterie.flower.enrolment import ask_sites, plain_task
+from coterie.flower.grid import Grid, TooFew, brief, exchange
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.roster import Roster, Site
 from coterie.key import Key
@@ -31,28 +31,8 @@ from coterie.precision import Precision
 from coterie.task import Task
 from coterie.tree import nbytes, take, tree_map
 
-POLL = 1.0  # seconds; asking more often gains nothing: a reply that is not complete yet makes Flower wait a second
 OUTSIDE = 2**31  # later than every piece of work: an evaluation finds what clients kept last
 TYPE = {"combine": "train", "gather": "query"}  # Flower's categories of messages
-TOLD = 500  # letters of what a node says that are repeated
-# What Flower raises where the bytes of an answer are nonsense. Its errors of the connection are others.
-NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, DecodeError)
-
-
-class Grid(Protocol):
-    """What is asked of Flower's `Grid`."""
-
-    def get_node_ids(self) -> Any:
-        """The numbers of the nodes that are there."""
-        ...
-
-    def push_messages(self, messages: Any) -> Any:
-        """Send messages; their numbers."""
-        ...
-
-    def pull_messages(self, message_ids: Any) -> Any:
-        """The answers to these messages that have come."""
-        ...
 
 
 class Language(NamedTuple):
@@ -65,10 +45,6 @@ class Language(NamedTuple):
 
     describe: Callable[[Step], Mapping[str, str]]
     types: Callable[[Step], Mapping[str, type]]
-
-
-class TooFew(ConnectionError):
-    """Fewer nodes than `min_replies` have answered."""
 
 
 class Flower(Cohort):
@@ -225,7 +201,7 @@ class Flower(Cohort):
     def _say(self, node: int, message: str) -> None:
         """Have the log tell something about a node that is not in the roster, once."""
         if self._desk.is_news(node, message):
-            self.tell(f"flower: {_brief(message)}")
+            self.tell(f"flower: {brief(message)}")
 
     def _over(self, roster: Roster) -> Self:
         """The cohort of all clients of a roster."""
@@ -338,119 +314,9 @@ class Flower(Cohort):
         for s, why in sorted(faults.items()):
             self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
             self.ledger.left_out.append(name)
-            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {_brief(why)}")
+            self.tell(f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {brief(why)}")
 
     def _in_order(self, parts: Sequence[tuple[Tensor, Any]]) -> Any:
         """What sites sent for each of their clients, as one tree in the cohort's order."""
         order = torch.cat([at for at, _ in parts]).argsort()
         return tree_map(lambda *xs: torch.cat(xs)[order], *(tree for _, tree in parts))
-
-
-def plain_task(task: Task) -> str:
-    """A task as JSON, from which nodes build it."""
-    if not task.spec or ("model" not in task.spec and task.spec["kind"] != "distance"):
-        raise ValueError(
-            "flower: the task has a module of your own, which nodes cannot build; use one of coterie.models"
-        )
-    return json.dumps(task.spec)
-
-
-def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups: bool = True) -> Roster:
-    """Wait for so many nodes and ask them who their clients are. A node that cannot tell is left out.
-
-    Args:
-        grid: Flower's.
-        task: What is learnt.
-        nodes: How many to wait for.
-        deadline: Seconds that they have to come, and then to answer.
-        groups: Whether they also tell the true groups, where a generator knows them.
-
-    Raises:
-        TooFew: They have not come, or not answered, in time; says what each said.
-    """
-    told, faults = ask_sites(grid, task, wait_for(grid, nodes, deadline), deadline, groups=groups)
-    if len(told) < nodes:
-        said = "; ".join(f"node {node}: {why}" for node, why in faults.items())
-        raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. {said}")
-    return Roster.of(list(told.items()))
-
-
-def wait_for(grid: Grid, nodes: int, deadline: float) -> list[int]:
-    """Wait until so many nodes are there; the numbers of all that are.
-
-    Raises:
-        TooFew: They have not come in time.
-    """
-    end = time.monotonic() + deadline
-    while len(there := sorted(grid.get_node_ids())) < nodes:
-        if time.monotonic() > end:
-            raise TooFew(f"flower: {len(there)} of {nodes} nodes came within {deadline:g} s")
-        time.sleep(POLL)
-    return there
-
-
-def ask_sites(
-    grid: Grid, task: Task, nodes: Sequence[int], deadline: float, *, groups: bool
-) -> tuple[dict[int, Site], dict[int, str]]:
-    """Ask nodes who their clients are: what each told, and why others did not. Each is judged by itself."""
-    content = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": groups})})
-    told, faults = dict[int, Site](), dict[int, str]()
-    for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in nodes}, deadline).items():
-        try:
-            site = _site(message)
-            site.check(task)
-            told[node] = site
-        except (ValueError, RuntimeError) as error:  # torch raises the second where it can get no memory
-            faults[node] = _brief(str(error))
-    return told, faults
-
-
-def _site(message: Message | None) -> Site:
-    if message is None:
-        raise ValueError("no answer")
-    if message.has_error():
-        raise ValueError(message.error.reason)
-    content = message.content
-    if not isinstance(content, RecordDict) or not isinstance(record := content.get("site"), ConfigRecord):
-        raise ValueError("it does not say who its clients are")
-    try:
-        return Site.from_plain(json.loads(str(record.get("site"))))
-    except RecursionError as error:
-        raise ValueError("it says who its clients are in too many brackets") from error
-
-
-def exchange(
-    grid: Grid, requests: Mapping[int, tuple[int, str, RecordDict]], deadline: float
-) -> dict[int, Message | None]:
-    """Send a message (node, type, content) for each key; its answer, or None where none came in time.
-
-    Messages are asked for one by one. What an answer says it answers, and who sent it, its node has written; the
-    SuperLink knows. And one that cannot be read takes no other with it.
-    """
-    messages = [Message(c, dst_node_id=n, message_type=t, ttl=deadline) for n, t, c in requests.values()]
-    numbers = list(grid.push_messages(messages)) if messages else []
-    waiting = {key: (i, message) for i, key, message in zip(numbers, requests, messages, strict=False) if i}
-    answers: dict[int, Message | None] = dict.fromkeys(requests)
-    end = time.monotonic() + deadline
-    while waiting:
-        for key, (number, message) in list(waiting.items()):
-            if (answer := _pulled(grid, number, message)) is not None:
-                answers[key] = answer
-                del waiting[key]
-        if not waiting or time.monotonic() > end:
-            break
-        time.sleep(POLL)
-    return answers
-
-
-def _pulled(grid: Grid, number: str, message: Message) -> Message | None:
-    """The answer to one message, if it has come."""
-    try:
-        return next(iter(grid.pull_messages([number])), None)
-    except NONSENSE as error:
-        return Message(Error(0, f"its answer cannot be read: {type(error).__name__}: {error}"), reply_to=message)
-
-
-def _brief(why: str) -> str:
-    """The beginning of what a node says, on one line and without what would move a cursor: it may say anything."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(why[:TOLD].split()))

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from coterie.client import Reply
 from coterie.cohort import Cohort, Step, Sums, step_name
-from coterie.executors.flower import TYPE, Flower, exchange
+from coterie.executors.flower import TYPE, Flower
 from coterie.flower import checks
 from coterie.flower.checks import Asked
+from coterie.flower.grid import exchange
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.secure import SECURE, get_payload, put_payload
 from coterie.secure import SecureSum

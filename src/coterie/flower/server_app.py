@@ -22,14 +22,17 @@ from flwr.serverapp import ServerApp
 
 from coterie.algorithms.base import Algorithm
 from coterie.config import build_algorithm, build_secure, build_task
-from coterie.executors.flower import Flower, Grid, Language, enrol, plain_task, wait_for
+from coterie.executors.flower import Flower, Language
 from coterie.flower.data_file import find_data_file
+from coterie.flower.enrolment import enrol, plain_task
+from coterie.flower.grid import Grid, wait_for
 from coterie.flower.lock import Held, alone
 from coterie.flower.roster import Roster
 from coterie.flower.steps import describe_step, types_of
 from coterie.precision import Precision, check_precision
 from coterie.record import read_roster
-from coterie.run import Run, fit_on
+from coterie.result import Run
+from coterie.run import fit_on
 from coterie.settings import nearest_name, setting, validate
 from coterie.task import Task
 

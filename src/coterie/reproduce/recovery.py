@@ -19,10 +19,11 @@ from coterie.algorithms.starts import find_start
 from coterie.config import build_algorithm
 from coterie.federation import Federation
 from coterie.key import Key
+from coterie.loop import START
 from coterie.reproduce.notebook import Notebook
 from coterie.reproduce.regressions import Regression
 from coterie.reproduce.rounds import everybody
-from coterie.run import START, fit
+from coterie.run import fit
 from coterie.tree import Params, take
 
 FOUND = 0.05  # d(θ̂, θ*)/Δ from which on a run has not found the models

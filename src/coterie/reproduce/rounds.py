@@ -14,8 +14,8 @@ from coterie.data import CHANGES
 from coterie.executors import find_device, find_executor
 from coterie.federation import Federation
 from coterie.key import Key
+from coterie.loop import CLIENTS, START
 from coterie.precision import check_precision
-from coterie.run import CLIENTS, START
 from coterie.task import Task
 
 

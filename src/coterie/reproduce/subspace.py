@@ -19,10 +19,10 @@ from coterie import plots
 from coterie.algorithms import MomentDescent
 from coterie.algorithms.moment_descent import Anchors
 from coterie.key import Key
+from coterie.loop import START
 from coterie.reproduce.notebook import Notebook
 from coterie.reproduce.regressions import Regression, distance
 from coterie.reproduce.rounds import everybody
-from coterie.run import START
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:

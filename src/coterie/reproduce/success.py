@@ -23,11 +23,11 @@ from coterie.cohort import sampled
 from coterie.data.synthetic import linear_draws, linear_truth
 from coterie.executors import find_device
 from coterie.key import Key
+from coterie.loop import CLIENTS, START
 from coterie.metrics import matched_accuracy
 from coterie.models import Linear
 from coterie.reproduce.mixtures import Mixtures, Runs, farthest_first, ifca
 from coterie.reproduce.notebook import Notebook
-from coterie.run import CLIENTS, START
 from coterie.task import Task
 
 WORK = {"cpu": 2**26, "cuda": 2**29}  # residuals that are in memory at a time

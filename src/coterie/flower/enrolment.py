@@ -1,0 +1,71 @@
+"""Who takes part: nodes are asked who their clients are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from coterie.flower.grid import Grid, TooFew, brief, exchange, wait_for
+from coterie.flower.roster import Roster, Site
+from coterie.task import Task
+
+
+def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups: bool = True) -> Roster:
+    """Wait for so many nodes and ask them who their clients are. A node that cannot tell is left out.
+
+    Args:
+        grid: Flower's.
+        task: What is learnt.
+        nodes: How many to wait for.
+        deadline: Seconds that they have to come, and then to answer.
+        groups: Whether they also tell the true groups, where a generator knows them.
+
+    Raises:
+        TooFew: They have not come, or not answered, in time; says what each said.
+    """
+    told, faults = ask_sites(grid, task, wait_for(grid, nodes, deadline), deadline, groups=groups)
+    if len(told) < nodes:
+        said = "; ".join(f"node {node}: {why}" for node, why in faults.items())
+        raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. {said}")
+    return Roster.of(list(told.items()))
+
+
+def ask_sites(
+    grid: Grid, task: Task, nodes: Sequence[int], deadline: float, *, groups: bool
+) -> tuple[dict[int, Site], dict[int, str]]:
+    """Ask nodes who their clients are: what each told, and why others did not. Each is judged by itself."""
+    content = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": groups})})
+    told, faults = dict[int, Site](), dict[int, str]()
+    for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in nodes}, deadline).items():
+        try:
+            site = _site(message)
+            site.check(task)
+            told[node] = site
+        except (ValueError, RuntimeError) as error:  # torch raises the second where it can get no memory
+            faults[node] = brief(str(error))
+    return told, faults
+
+
+def _site(message: Message | None) -> Site:
+    if message is None:
+        raise ValueError("no answer")
+    if message.has_error():
+        raise ValueError(message.error.reason)
+    content = message.content
+    if not isinstance(content, RecordDict) or not isinstance(record := content.get("site"), ConfigRecord):
+        raise ValueError("it does not say who its clients are")
+    try:
+        return Site.from_plain(json.loads(str(record.get("site"))))
+    except RecursionError as error:
+        raise ValueError("it says who its clients are in too many brackets") from error
+
+
+def plain_task(task: Task) -> str:
+    """A task as JSON, from which nodes build it."""
+    if not task.spec or ("model" not in task.spec and task.spec["kind"] != "distance"):
+        raise ValueError(
+            "flower: the task has a module of your own, which nodes cannot build; use one of coterie.models"
+        )
+    return json.dumps(task.spec)
