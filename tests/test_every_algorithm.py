@@ -68,7 +68,7 @@ VARIANTS = {
         "init": ct.Disturbed(0.05),
         "shrink": True,
     },
-    "by_adam": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3, "optimiser": "adam", "restarts": 1},
+    "by_adam": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3, "decay": 0.5, "optimiser": "adam", "restarts": 1},
     "by_sgd": {"optimiser": "sgd", "lr": 0.01},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
 }

@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 from coterie.adam import Moving
 from coterie.key import Key
 from coterie.task import Data, Task
-from coterie.tree import Params, flat, leaves, tree_map, unflat
+from coterie.tree import Params, flat, leaves, stack, tree_map, unflat
 
 
 class Local(NamedTuple):
@@ -168,6 +168,18 @@ def each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) ->
     def every(*args: Any) -> Any:
         batched = next(leaves(a)[0] for a, d in zip(args, in_dims, strict=True) if d is not None and leaves(a))
         return (one if len(batched) == 1 else vmap(function, in_dims=in_dims))(*args)
+
+    return every
+
+
+def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap` over models; those with convolutions go one after another, for vmap would group them, which is slow."""
+
+    def every(*args: Any) -> Any:
+        if not any(x.dim() > 4 for x in leaves(args[0])):
+            return vmap(function)(*args)
+        models = range(len(leaves(args[0])[0]))
+        return stack([function(*tree_map(lambda x, i=i: x[i], args)) for i in models])
 
     return every
 

@@ -25,7 +25,7 @@ from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_o
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.shrinkage import Moments, constant_columns, covariances
 from coterie.algorithms.starts import Given
-from coterie.client import ClientStep, Local, Reply, adam_update, each_start, local_update
+from coterie.client import ClientStep, Local, Reply, adam_update, each_model, each_start, local_update
 from coterie.cohort import Cohort, slot_mean
 from coterie.key import Key
 from coterie.settings import setting
@@ -83,7 +83,8 @@ class UIFCA(PointAlgorithm):
         tau: τ, communication rounds of a cluster round, for models without a closed form.
         steps: M, gradient steps of a client in a communication round.
         batch: N, points of a step, out of those assigned to the model that takes it; None takes all.
-        lr: η.
+        lr: η, in the first communication round of a cluster round.
+        decay: η shrinks to so much of it from each communication round to the next.
         optimiser: "sgd", as the report has it, or "adam", whose moments begin anew in every communication round.
         renew: Whether models are drawn anew in every cluster round (Algorithm 4, line 3), or go on from the last.
         closed: Whether to use the closed form where the model has one.
@@ -105,6 +106,7 @@ class UIFCA(PointAlgorithm):
     steps: int = setting(10, low=1)
     batch: int | None = setting(None, low=1)
     lr: float = setting(0.01, low=0)
+    decay: float = setting(1.0, low=0, high=1)
     optimiser: Literal["sgd", "adam"] = "sgd"
     renew: bool = False
     closed: bool = True
@@ -198,7 +200,7 @@ class UIFCA(PointAlgorithm):
                     return adam_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)
                 return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)[0]
 
-            end = vmap(train)(sent["theta"], own)
+            end = each_model(train)(sent["theta"], own)
             slot = torch.arange(len(own), device=own.device)
             return Reply(end, own.sum(1), slot, {}, local.memory)
 
@@ -322,9 +324,8 @@ class UIFCA(PointAlgorithm):
         share = (sizes / sizes.sum(1, keepdim=True)).to(cohort.device)
         for t in range(self.tau):
             flat = tree_map(lambda x: x.flatten(0, 1), theta)
-            sums = cohort.fold(t).combine(
-                self.learn, {"theta": flat, "lr": torch.tensor(self.lr)}, slots=len(pull) * self.k
-            )
+            lr = torch.tensor(self.lr * self.decay**t)
+            sums = cohort.fold(t).combine(self.learn, {"theta": flat, "lr": lr}, slots=len(pull) * self.k)
             theta = tree_map(lambda x: x.unflatten(0, shape), slot_mean(sums, otherwise=flat))  # Algorithm 4, line 7
             theta = self._pulled(theta, share, pull.to(cohort.device), cohort.task)
         return theta
