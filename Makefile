@@ -26,6 +26,7 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/coterie bench speed
 	$(BIN)/coterie bench scale
+	$(BIN)/coterie bench flower
 
 clean:
 	rm -rf .venv site demo runs .pytest_cache .ruff_cache .import_linter_cache

@@ -21,7 +21,7 @@ log = logging.getLogger("coterie")
 
 NODES = (1, 3, 6)
 ROUNDS = 8  # of which the first, which has the start in it, and the last, with the evaluation, do not count
-ROWS = 600  # of a client; each node has one client
+CLIENTS, ROWS = 2, 300  # clients of a node, and rows of a client
 CONFIG = f"""
 [algorithm]
 name = "ifca"
@@ -44,14 +44,15 @@ from coterie.federation import Federation
 
 def federation(context):
     g = torch.Generator().manual_seed(context.node_config["partition-id"])
-    return Federation.from_clients([(torch.randn({ROWS}, 784, generator=g), torch.arange({ROWS}) % 10)])
+    x, y = torch.randn({CLIENTS}, {ROWS}, 784, generator=g), torch.arange({ROWS}) % 10
+    return Federation.from_clients([(own, y) for own in x])
 """
 
 
 def measure(*, quick: bool = False) -> list[dict[str, Any]]:
     """One row per number of nodes, with and without resident workers, as `coterie bench flower --json` prints them.
 
-    IFCA with k=2 on a 784-200-10 MLP, whose two models are 1.27 MB; each node has one client of 600 rows.
+    IFCA with k=2 on a 784-200-10 MLP, whose two models are 1.27 MB; each node has two clients of 300 rows.
     """
     sizes = NODES[:1] if quick else NODES
     return [_one(nodes, workers) for workers in (True, False) for nodes in sizes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import shutil
 import sys
 import time
@@ -142,6 +143,15 @@ def reproduce(
 
 bench = typer.Typer(help="Measure speed, as ratios in one run, and scale.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _tell_as_it_goes() -> None:
+    """Each figure on stderr as soon as it is there: a benchmark takes minutes."""
+    log = logging.getLogger("coterie")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
 
 
 @bench.command()

@@ -63,13 +63,15 @@ def exchange(
     answers: dict[int, Message | None] = dict.fromkeys(requests)
     end = time.monotonic() + deadline
     while waiting:
+        began = time.monotonic()
         for key, (number, message) in list(waiting.items()):
             if (answer := _pulled(grid, number, message)) is not None:
                 answers[key] = answer
                 del waiting[key]
-        if not waiting or time.monotonic() > end:
+        now = time.monotonic()
+        if not waiting or now > end:
             break
-        time.sleep(POLL)
+        time.sleep(max(0.0, began + POLL - now))  # to pull what has come may have taken longer
     return answers
 
 

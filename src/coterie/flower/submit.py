@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,13 +32,20 @@ def submit(lab: Lab, config: Path, out: Path, *, resume: bool) -> int:
     check_app(config)
     if not lab.processes():
         raise ValueError(f"no federation is running in {lab.folder}; start one with: coterie flower up")
-    nodes = len(lab.settings["nodes"])
-    values = {"config": config.name, "out": str(out.absolute()), "resume": resume, "nodes": nodes}
+    values = {"config": config.name, "out": str(out.absolute()), "resume": resume, **_nodes(lab, config)}
     changes = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
     told = lab.flwr("run", str(config.parent.absolute()), NAME, "--run-config", changes)
     if not told["success"]:
         raise ValueError(f"the SuperLink refused the app: {told['error-message']}")
     return int(told["run-id"])
+
+
+def _nodes(lab: Lab, config: Path) -> dict[str, int]:
+    """How many nodes there are, and how many must answer: as many as the app says, if there are so many."""
+    nodes = len(lab.settings["nodes"])
+    project = tomllib.loads((config.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    asked = project.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}).get("min-replies", 1)
+    return {"nodes": nodes, "min-replies": min(asked, nodes)}
 
 
 def check_app(config: Path) -> None:
@@ -74,10 +82,24 @@ def watch(lab: Lab, run: int, out: Path, show: Callable[[dict[str, Any]], None])
     for event in events.new():
         show(event)
     if state != "finished:completed":
+        log = _log_file(lab, run)
+        words = last_words(log.read_text(encoding="utf-8", errors="replace"))
         raise ValueError(
-            f"run {run} is {state}; go on with --resume once its cause is gone. The server's last words:\n"
-            + "\n".join(_log_file(lab, run).read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
+            f"run {run} is {state}: {words}\ngo on with --resume once its cause is gone; the server's log is {log}"
         )
+
+
+def last_words(log: str) -> str:
+    r"""The error at the end of a server's log; where there is none, its last lines.
+
+    Example:
+        >>> last_words("Traceback (most recent call last):\n  File ...\nValueError: no rows\nExit Code: 201")
+        'ValueError: no rows'
+    """
+    lines = log.splitlines()
+    at = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    after = [line for line in lines[at[-1] + 1 :] if line and not line.startswith(" ")] if at else []
+    return after[0] if after else "\n".join(lines[-TOLD:])
 
 
 class _Events:
