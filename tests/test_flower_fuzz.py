@@ -18,7 +18,6 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import coterie as ct
-import coterie.executors.flower as executor
 from coterie.cohort import Absent
 from coterie.evaluate import Scorer
 from coterie.flower.enrolment import enrol
@@ -501,7 +500,7 @@ def refused(draw, answer):
 
 @pytest.mark.parametrize("algorithm", [ct.IFCA(k=3, tau=2), ct.CFL(tau=2, schedule=(4, 9), patience=2)])
 def test_no_hostile_answer_stops_a_run_or_is_in_its_result(algorithm, task, ragged, on_flower, monkeypatch):
-    monkeypatch.setattr(executor, "POLL", 0.01)
+    monkeypatch.setattr("coterie.flower.grid.POLL", 0.01)
     honest, _ = go(algorithm, task, ragged, on_flower, {"refused": refused}, 0)
     used = []
     for seed in range(2):

@@ -36,7 +36,7 @@ CONFIGS = {
         [algorithm]
         name = "mixed_regression"
         k = 2
-        init = { name = "moment_descent", rounds = 1, reuse = true, ell = 8 }
+        init = { name = "moment_descent", rounds = 1, reuse = true, ell = 3 }
         [run]
         rounds = 1
     """,

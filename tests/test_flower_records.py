@@ -123,7 +123,7 @@ def test_a_step_comes_back(step):
 
 def test_models_that_the_user_brought_stay_at_the_server():
     step = ct.UIFCA(k=1, init=[{"w": torch.zeros(2)}]).begin
-    assert rebuild_step(describe_step(step)).__self__.init == "given"
+    assert rebuild_step(describe_step(step)).__self__.init == ()
 
 
 def test_every_class_that_has_steps_is_known():

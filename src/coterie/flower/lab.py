@@ -188,7 +188,7 @@ class Lab:
                 missing = ", ".join(n for n in names if n not in online)
                 raise ValueError(f"not online after {PATIENCE:.0f} s: {missing}; see {self.folder / 'logs'}")
             tell(len(online))
-            time.sleep(1)  # asking is a process of Flower's own, which takes one, too
+            time.sleep(2)  # asking is a process of Flower's own, which takes more than one of a core
 
     def start(self) -> None:
         """Start the supervisor, which outlives this process. Where one is running, the new one ends at once."""

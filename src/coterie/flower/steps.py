@@ -79,7 +79,7 @@ def _plain(value: Any, owner: str, name: str) -> Any:
     if type(value) in _NAMES:
         return {"name": _NAMES[type(value)], **_settings(value)}
     if name == "init":  # models that the user brought: they travel with the steps that need them
-        return "given"
+        return []
     if isinstance(value, tuple | list):
         return [_plain(v, owner, name) for v in value]
     raise ValueError(f"{owner}: {name} cannot be sent to clients: it is of type {type(value).__name__}")
