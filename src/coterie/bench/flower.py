@@ -116,6 +116,8 @@ class Meter:
 
     def close(self) -> None:
         """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` would go on waiting
         self._listener.close()
 
     def _accept(self, port: int) -> None:
@@ -129,15 +131,21 @@ class Meter:
             except OSError:  # the SuperLink is not there yet; the node will try again
                 near.close()
                 continue
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+            threading.Thread(target=self._connect, args=(near, far), daemon=True).start()
+
+    def _connect(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far:
+            back = threading.Thread(target=self._pass_on, args=(far, near), daemon=True)
+            back.start()
+            self._pass_on(near, far)
+            back.join()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                sink.sendall(data)
-                with self._lock:
+                with self._lock:  # before they are passed on: whoever has got them finds them counted
                     self.bytes += len(data)
+                sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

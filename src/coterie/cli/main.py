@@ -146,12 +146,12 @@ app.add_typer(bench, name="bench")
 
 
 @bench.callback()
-def _tell_as_it_goes() -> None:
+def _tell_as_it_goes(context: typer.Context) -> None:
     """Each figure on stderr as soon as it is there: a benchmark takes minutes."""
-    log = logging.getLogger("coterie")
+    log, handler = logging.getLogger("coterie"), logging.StreamHandler()
     log.setLevel(logging.INFO)
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler())
+    log.addHandler(handler)
+    context.call_on_close(lambda: log.removeHandler(handler))
 
 
 @bench.command()

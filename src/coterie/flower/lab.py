@@ -76,7 +76,8 @@ class Lab:
             workers: Whether each node has a resident worker.
             entrance: The port of a proxy through which nodes reach the SuperLink; 0 where there is none.
         """
-        with alone(self.folder.with_name(f".{self.folder.name}.lock"), PATIENCE):
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds keys, tokens and what nodes remember
+        with alone(self.folder / "prepare.lock", PATIENCE):
             self._prepare(nodes, workers, entrance)
 
     def _prepare(self, nodes: int, workers: bool, entrance: int) -> None:
@@ -87,7 +88,6 @@ class Lab:
                 has = "has" if self.settings["workers"] else "has no"
                 raise ValueError(f"the local federation in {self.folder} {has} resident workers; choose another folder")
             return
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds keys, tokens and what nodes remember
         names = [f"site{i}" for i in range(nodes)]
         for part in ("home", "logs", "nodes"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
