@@ -141,6 +141,18 @@ def test_a_model_that_vmap_cannot_batch_is_done_one_by_one_and_the_log_says_so(r
     assert any("one by one (vmap cannot batch this model" in m for m in messages)
 
 
+def test_a_single_client_is_not_batched_and_says_nothing_about_several(task):
+    """In a later round many may take part, and go together."""
+    cohort = EXECUTORS["vmap"](ct.data.digits(4), task, Key.of(0), CPU)
+    algorithm = ct.FedAvg(batch=4)
+    state = algorithm.start(task, cohort.at(0), Key.of(0))
+    for clients in ([0], [0, 1, 2, 3]):
+        some = cohort.only(torch.tensor(clients)).at(0)
+        algorithm.round(state, some)
+        assert bool(cohort.ledger.chunks) == (len(clients) > 1)
+    assert all(size > 1 for size in cohort.ledger.chunks.values())
+
+
 @pytest.mark.parametrize(("batched", "single"), [(1.0, 2.0), (100.0, 1.0)])
 def test_clients_are_done_one_by_one_where_that_is_faster(ragged, task, monkeypatch, batched, single):
     times = itertools.cycle([1.0, batched, single])

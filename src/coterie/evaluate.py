@@ -8,11 +8,10 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from coterie import metrics
 from coterie.algorithms.base import Algorithm, PointAlgorithm, membership
-from coterie.client import ClientStep, Local, Reply, mean_loss
+from coterie.client import ClientStep, Local, Reply, each_model, mean_loss
 from coterie.cohort import Cohort
 from coterie.parameter_tree import ParameterTree
 from coterie.task import Task
@@ -198,7 +197,7 @@ class PointScorer:
             label = inner.run(theta, local).note["label"]
             mask, rows = local.data.mask, local.data.mask.sum()
             own = membership(label, self.algorithm.k, mask)
-            each = vmap(lambda t: task.score(t, local.data))(theta).T  # (n, k), or (n, 1) if all have one model
+            each = each_model(lambda t: task.score(t, local.data))(theta).T  # (n, k), or (n, 1) if all have one model
             true = local.data.y[:, None] == torch.arange(self.groups, device=label.device)
             note = {"table": own.T @ true.to(own), "score": (each * own).nan_to_num().sum() / rows}
             return Reply((), rows, own.sum(0).argmax(), note)

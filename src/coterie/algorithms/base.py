@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from coterie.client import ClientStep, Local, Plan, Reply, local_update, mean_loss, minibatches
+from coterie.client import ClientStep, Local, Plan, Reply, each_model, local_update, mean_loss, minibatches
 from coterie.cohort import Cohort
 from coterie.key import Key
 from coterie.parameter_tree import ParameterTree
@@ -226,7 +226,7 @@ def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
 
 def each_nearest(task: Task, theta: Params, data: Data) -> Tensor:
     """Argmin over j of the loss of θ_j for every row (n,), for models stacked (k, …)."""
-    losses = vmap(lambda t: task.loss(t, data))(theta)
+    losses = each_model(lambda t: task.loss(t, data))(theta)
     return losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
 
 

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_out, remembered
 from coterie.algorithms.kfed import KFED
@@ -172,7 +171,8 @@ class UIFCA(PointAlgorithm):
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             def one_start(theta: Params) -> tuple[Tensor, Tensor]:
-                losses = vmap(lambda t: task.loss(t, local.data))(theta).nan_to_num(nan=torch.inf, posinf=torch.inf)
+                losses = each_model(lambda t: task.loss(t, local.data))(theta)
+                losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
                 return losses.argmin(0), losses.amin(0) @ local.data.mask
 
             label, loss = each_start(one_start, in_dims=(0,))(sent["theta"])
@@ -218,7 +218,7 @@ class UIFCA(PointAlgorithm):
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             held = (local.draws["held"] > 0) * local.data.mask
-            losses = vmap(lambda t: task.loss(t, local.data))(sent["theta"])  # (r·c·k, n)
+            losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])  # (r·c·k, n)
             each = sent["share"].log()[..., None] - losses.unflatten(0, sent["share"].shape)
             surprise = -each.logsumexp(1).nan_to_num(nan=-torch.inf)
             update = torch.where(held > 0, surprise, 0.0).sum(1)

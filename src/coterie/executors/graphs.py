@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,13 +32,13 @@ def _sort(x: Any) -> Any:
 class Replayed:
     """A function of trees of tensors, replayed from a recording once the same shapes have come up a few times.
 
-    The function must be pure and must not look at the values of tensors.
+    The function must be pure. One that looks at the values of tensors cannot be recorded, and is called each time.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._calls: dict[Any, int] = {}
-        self._recordings: dict[Any, Recording] = {}
+        self._recordings: dict[Any, Recording | None] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Call the function, from its recording if there is one."""
@@ -49,22 +50,43 @@ class Replayed:
                 return self.function(*args)
             self._recordings[shapes] = self.record(flat, spec)
         recording = self._recordings[shapes]
+        if recording is None:
+            return self.function(*args)
         for own, given in zip(recording.inputs, (x for x in flat if isinstance(x, Tensor)), strict=True):
             own.copy_(given)
         recording.replay()
         # The next replay writes to the same memory.
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, recording.outputs)
 
-    def record(self, flat: list[Any], spec: Any) -> Recording:
-        """Run the function once on copies of its arguments, keeping its kernels."""
+    def record(self, flat: list[Any], spec: Any) -> Recording | None:
+        """Run the function once on copies of its arguments, keeping its kernels; None if it looks at values."""
         own = [x.clone() if isinstance(x, Tensor) else x for x in flat]
         args = tree_unflatten(own, spec)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # once outside of the recording, where libraries choose their algorithms
-            self.function(*args)
+            fit = _waits_for_nothing(self.function, args)
         torch.cuda.current_stream().wait_stream(aside)
+        if not fit:
+            return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = self.function(*args)
         return Recording(graph.replay, [x for x in own if isinstance(x, Tensor)], outputs)
+
+
+def _waits_for_nothing(function: Callable[..., Any], args: Any) -> bool:
+    """Call the function; whether it never stopped for a value from the device. A recording must not find that out."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        function(*args)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True

@@ -42,25 +42,27 @@ class Vectorised(Cohort):
         super().__init__(*args, **kwargs)
         self._store = Store(self.federation, self.device, self.ledger.messages)
         self._cuts: dict[str, tuple[Tensor, list[Tensor]]] = {}
-        self._recorded: dict[str, Replayed] = {}
+        self._recorded: dict[str, tuple[Replayed, Replayed]] = {}  # of chunks, and of single clients
 
     def _replies(self, step: ClientStep, name: str, shared: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Reply]]:
-        run = vmap(lambda sent, local: self.uplink(step.run(sent, local)), in_dims=(None if rows is None else 0, 0))
+        def answer(sent: Any, local: Local) -> Reply:
+            return self.uplink(step.run(sent, local))
 
+        several, one = vmap(answer, in_dims=(None if rows is None else 0, 0)), answer
         recorded = step.many and rows is None and self.device.type in RECORDING
         if recorded:
-            run = self._recorded.setdefault(name, Replayed(run))
+            several, one = self._recorded.setdefault(name, (Replayed(several), Replayed(answer)))
 
         def together(at: Tensor) -> Reply:
             sent = shared if rows is None else take(shared, rows[at])
             with self._arithmetic():
-                return run(sent, self._local(step, at))
+                return several(sent, self._local(step, at))
 
         def alone(at: Tensor) -> Reply:
             sent = shared if rows is None else take(shared, rows[at][0])
             local = tree_map(lambda x: x[0], self._local(step, at))
             with self._arithmetic():
-                return tree_map(lambda x: x[None], self.uplink(step.run(sent, local)))
+                return tree_map(lambda x: x[None], one(sent, local))
 
         for at, work in self._chunks(name, together, CACHED, alone, timed=not recorded):
             reply = work(at)
@@ -105,7 +107,9 @@ class Vectorised(Cohort):
                 self.ledger.memory[i] = take(memory, position)
 
     def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None, timed: bool) -> int:
-        """Clients per chunk for this step and client size; 0 to do them one by one."""
+        """Clients per chunk for this step and client size; 0 to do them one by one, as a single one always is."""
+        if alone is not None and len(bucket) == 1:
+            return 0
         label = f"{name} on up to {size_class(int(self.sizes[bucket].max()))} {self.part} rows"
         if label not in self.ledger.chunks:
             size, why = self._measured(label, bucket, together, cached, alone, timed)

@@ -4,44 +4,78 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from coterie import plots
+from coterie.algorithms.base import each_nearest
 from coterie.algorithms.uifca import UIFCA, Disturbed
+from coterie.client import ClientStep, Local, Reply
 from coterie.config import build_algorithm, build_task
 from coterie.data import random_background
 from coterie.data.mnist import images
 from coterie.federation import Federation
 from coterie.reproduce.notebook import Notebook
-from coterie.reproduce.rounds import seeded
+from coterie.reproduce.rounds import everybody, seeded, states_of
+from coterie.reproduce.trap import epochs
 from coterie.run import fit
+from coterie.task import Task
+from coterie.tree import Params
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """One cluster round from the true assignment, for every mask and background."""
-    rows = []
+    """One cluster round from the true assignment, for every mask and background; and some looked at on the way."""
+    rows, curves = [], {}
     for case in spec["cases"]:
-        found = notebook.entry(case["label"], lambda case=case: _accuracies(spec, case, device))
-        rows.append({"case": case["label"], **found, "report": case.get("report")})
-    return {"seeds": [spec["seed"]], "rows": rows}
+        label = case["label"]
+        row = notebook.entry(label, lambda case=case: _accuracies(spec, case, device))
+        row = {"case": label, **row, "report": case.get("report")}
+        if label in spec["constant"]["cases"]:
+            curve = notebook.entry(f"{label}, constant steps", lambda case=case: _along(spec, case, device))
+            row |= {"constant steps, median": median(curve), "least": min(curve), "most": max(curve)}
+            curves[label] = curve
+        rows.append(row)
+    return {"seeds": [spec["seed"]], "rows": rows, "curves": curves}
+
+
+def _setting(spec: dict[str, Any], case: dict[str, Any], changes: dict[str, Any]) -> tuple[UIFCA, Task, Federation]:
+    """UIFCA from the true assignment, a flow and the images."""
+    change = [{"name": "random_background"}] if case["random background"] else []
+    algorithm = build_algorithm({**spec["algorithm"], **changes})
+    assert isinstance(algorithm, UIFCA)
+    task = build_task({**spec["task"], "model": {**spec["task"]["model"], **case["model"]}})
+    return replace(algorithm, init=Disturbed(0.0)), task, seeded({**spec["data"], "change": change}, spec["seed"])
 
 
 def _accuracies(spec: dict[str, Any], case: dict[str, Any], device: str) -> dict[str, float]:
     """The share of images (in %) that are likelier under their own digit's flow: of those seen, and of new ones."""
-    change = [{"name": "random_background"}] if case["random background"] else []
-    federation = seeded({**spec["data"], "change": change}, spec["seed"])
-    algorithm = build_algorithm(spec["algorithm"])
-    assert isinstance(algorithm, UIFCA)
-    task = build_task({**spec["task"], "model": {**spec["task"]["model"], **case["model"]}})
-    done = fit(
-        replace(algorithm, init=Disturbed(0.0)), task, federation, rounds=1, seed=spec["seed"], device=device,
-        evaluations=1,
-    )  # fmt: skip
+    algorithm, task, federation = _setting(spec, case, {})
+    done = fit(algorithm, task, federation, rounds=1, seed=spec["seed"], device=device, evaluations=1)
     new, digit = _new_images(spec["data"], case["random background"], spec["seed"])
     right = torch.from_numpy(done.assign(new)) == digit
     return {"accuracy": 100 * float(done.purity or 0.0), "on new images": 100 * float(right.float().mean())}
+
+
+def _along(spec: dict[str, Any], case: dict[str, Any], device: str) -> list[float]:
+    """That share of the images seen, after every communication round with a step size that does not fall."""
+    algorithm, task, federation = _setting(spec, case, spec["constant"]["algorithm"])
+    cohort = everybody(task, federation, spec["seed"], device)
+    state = next(states_of(algorithm, cohort, 0, spec["seed"]))
+    looks = (cohort.combine(right, theta) for theta in epochs(algorithm, state, torch.zeros(1), cohort))
+    return [100 * float(sums.update / sums.weight) for sums in looks]
+
+
+def right(task: Task) -> ClientStep:
+    """The share of a client's points that are likeliest under the model of their true cluster."""
+
+    def run(theta: Params, local: Local) -> Reply:
+        y, mask = local.data.y, local.data.mask
+        own = (each_nearest(task, theta, local.data) == y) * mask
+        return Reply(own.sum() / mask.sum(), mask.sum(), torch.zeros((), dtype=torch.long), {})
+
+    return ClientStep(run)
 
 
 def _new_images(data: dict[str, Any], grey: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,20 +88,31 @@ def _new_images(data: dict[str, Any], grey: bool, seed: int) -> tuple[torch.Tens
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars, with the report's numbers beside them."""
-    rows = result["rows"]
-    fig = plots.figure(6.4, 2.6)
-    axes = fig.subplots()
-    bars = (("accuracy", "ours"), ("on new images", "ours, on new images"), ("report", "the report"))
+    """Bars, with the report's numbers beside them; and how accuracy wanders while the step size stays as it is."""
+    fig = plots.figure(9.6, 3.0)
+    bars, lines = fig.subplots(1, 2, width_ratios=(3, 2))
+    _bars(bars, result["rows"])
+    for (label, curve), colour in zip(result["curves"].items(), (plots.COLOURS[1], plots.COLOURS[0]), strict=False):
+        lines.plot(range(1, len(curve) + 1), curve, color=colour, marker=".", ms=4, lw=1, label=label)
+    lines.axhline(50, color="grey", lw=0.8, ls=":", label="chance")
+    lines.set_ylim(0, 112)
+    lines.set_xlabel("communication rounds, with constant steps")
+    lines.set_title("seen images", fontsize=9)
+    lines.legend(fontsize=7, frameon=False, loc="lower right")
+    for axes in (bars, lines):
+        plots.tidy(axes)
+    plots.save(fig, path)
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]]) -> None:
+    bars = (("accuracy", "seen images"), ("on new images", "new images"), ("report", "the report"))
     for i, (name, label) in enumerate(bars):
         at = [x + 0.27 * (i - 1) for x in range(len(rows))]
-        heights = [r[name] or 0.0 for r in rows]
-        drawn = axes.bar(at, heights, 0.25, color=plots.COLOURS[i], label=label)
+        drawn = axes.bar(at, [r[name] or 0.0 for r in rows], 0.25, color=plots.COLOURS[i], label=label)
         axes.bar_label(drawn, fmt="%.1f", fontsize=6.5, padding=1)
-    axes.axhline(50, color="grey", lw=0.8, ls=":", label="chance")
+    axes.axhline(50, color="grey", lw=0.8, ls=":")
     axes.set_xticks(range(len(rows)), [r["case"].replace(", ", ",\n") for r in rows], fontsize=8)
     axes.set_ylim(0, 112)
     axes.set_ylabel("accuracy (%)")
-    axes.legend(fontsize=7, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2))
-    plots.tidy(axes)
-    plots.save(fig, path)
+    axes.set_title("with steps that fall", fontsize=9)
+    axes.legend(fontsize=7, frameon=False, ncols=3, loc="lower right")

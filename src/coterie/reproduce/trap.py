@@ -11,6 +11,7 @@ The whole algorithm may be run from the same assignment too, against the Bayes r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,17 @@ def _points(spec: dict[str, Any], m: int, seed: int) -> Federation:
 
 def _epochs(algorithm: UIFCA, state: State, pull: Tensor, cohort: Cohort) -> dict[str, list[Any]]:
     """What is seen after each of the τ communication rounds of a cluster iteration."""
+    seen = [_seen(theta, cohort) for theta in epochs(algorithm, state, pull, cohort)]
+    return {name: [s[name] for s in seen] for name in seen[0]}
+
+
+def epochs(algorithm: UIFCA, state: State, pull: Tensor, cohort: Cohort) -> Iterator[Params]:
+    """The first restart's models after each of the τ communication rounds of a cluster iteration."""
     one = replace(algorithm, tau=1)
-    theta, seen = tree_map(lambda x: x.to(cohort.device), state.theta), []
+    theta = tree_map(lambda x: x.to(cohort.device), state.theta)
     for t in range(algorithm.tau):
         theta = one.averaged(theta, pull, state.sizes, cohort.at(t))
-        seen.append(_seen(take(theta, 0), cohort))
-    return {name: [s[name] for s in seen] for name in seen[0]}
+        yield take(theta, 0)
 
 
 def _seen(theta: Params, cohort: Cohort) -> dict[str, Any]:
