@@ -168,7 +168,8 @@ def test_training_longer_undoes_what_a_cluster_iteration_gained_unless_models_ar
 def test_flows_are_asked_which_digit_an_image_shows(tmp_path):
     result = quick("uifca-table42", tmp_path)
     rows, curves = result["rows"], result["curves"]
-    assert len(curves.pop("checkerboard")) == 3 and not curves and "least" in rows[0] and "least" not in rows[1]
+    assert len(curves.pop("checkerboard")) == 3 and not curves
+    assert rows[0]["median"] > 0 and rows[1]["median"] is None
     assert [r["case"] for r in rows] == ["checkerboard", "cyclic, random background"]
     assert all(50 <= r["accuracy"] <= 100 and 0 <= r["on new images"] <= 100 for r in rows)  # hardly trained
 

@@ -31,12 +31,12 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
     for case in spec["cases"]:
         label = case["label"]
         row = notebook.entry(label, lambda case=case: _accuracies(spec, case, device))
-        row = {"case": label, **row, "report": case.get("report")}
+        told = dict.fromkeys(("constant steps", "median"))
         if label in spec["constant"]["cases"]:
             curve = notebook.entry(f"{label}, constant steps", lambda case=case: _along(spec, case, device))
-            row |= {"constant steps, median": median(curve), "least": min(curve), "most": max(curve)}
+            told = dict(zip(told, (curve[-1], median(curve)), strict=True))
             curves[label] = curve
-        rows.append(row)
+        rows.append({"case": label, **row, **told, "report": case.get("report")})
     return {"seeds": [spec["seed"]], "rows": rows, "curves": curves}
 
 
@@ -92,14 +92,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
     fig = plots.figure(9.6, 3.0)
     bars, lines = fig.subplots(1, 2, width_ratios=(3, 2))
     _bars(bars, result["rows"])
-    for (label, curve), colour in zip(result["curves"].items(), (plots.COLOURS[1], plots.COLOURS[0]), strict=False):
+    for (label, curve), colour in zip(result["curves"].items(), plots.COLOURS[3:], strict=False):
         lines.plot(range(1, len(curve) + 1), curve, color=colour, marker=".", ms=4, lw=1, label=label)
     lines.axhline(50, color="grey", lw=0.8, ls=":", label="chance")
-    lines.set_ylim(0, 112)
-    lines.set_xlabel("communication rounds, with constant steps")
-    lines.set_title("seen images", fontsize=9)
-    lines.legend(fontsize=7, frameon=False, loc="lower right")
+    lines.set_xlabel("communication rounds")
+    lines.set_title("with constant steps, seen images", fontsize=9)
+    lines.legend(fontsize=7, frameon=False, ncols=3, loc="upper left")
     for axes in (bars, lines):
+        axes.set_ylim(0, 124)  # with room for the legend
+        axes.set_yticks(range(0, 101, 20))
         plots.tidy(axes)
     plots.save(fig, path)
 
@@ -112,7 +113,6 @@ def _bars(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.bar_label(drawn, fmt="%.1f", fontsize=6.5, padding=1)
     axes.axhline(50, color="grey", lw=0.8, ls=":")
     axes.set_xticks(range(len(rows)), [r["case"].replace(", ", ",\n") for r in rows], fontsize=8)
-    axes.set_ylim(0, 112)
     axes.set_ylabel("accuracy (%)")
     axes.set_title("with steps that fall", fontsize=9)
-    axes.legend(fontsize=7, frameon=False, ncols=3, loc="lower right")
+    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper left")
