@@ -181,13 +181,14 @@ class Loop:
 
     def _check_finite(self, t: int, state: Any, report: Report) -> None:
         lost = report.clients[~torch.isfinite(report.loss).cpu()]
-        bad = {*self.algorithm.labels(state)[lost].unique().tolist(), *self._not_finite(state)}
-        if not bad:
+        bad = {*self.algorithm.labels(state)[lost].unique().tolist(), *self._not_finite(state)} - {-1}
+        if not bad and not len(lost):
             return
+        whose = f"cluster {_names(bad)}" if bad else f"{len(lost)} clients"  # whose points may be of any cluster
         self._checkpoint(force=True)
         where = f"in {self.record.path}" if self.record else "in the error's .run"
         raise Diverged(
-            f"round {t + 1}: the loss of cluster {_names(bad)} is no longer finite; a smaller lr usually helps. "
+            f"round {t + 1}: the loss of {whose} is no longer finite; a smaller lr usually helps. "
             f"The state after round {t} is kept {where}",
             self._result(),
         )

@@ -116,6 +116,11 @@ class PointAlgorithm(Algorithm):
 
     k: int = setting(low=1)
 
+    def check_kind(self, task: Task, kind: str) -> None:
+        """Refuse a task of another kind; of one that a user made, nothing is known."""
+        if (given := task.spec.get("kind", kind)) != kind:
+            raise ValueError(f"{type(self).__name__}: the task must be a Task.{kind}, got a task of kind '{given}'")
+
     @abstractmethod
     def points(self, task: Task) -> ClientStep:
         """A client step, sent the models: the cluster of every row, in the note "label" (n,)."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import PointAlgorithm, Report
-from coterie.algorithms.kmeans import distances, kmeans, lloyd, members, seeded, spread
+from coterie.algorithms.kmeans import distances, farthest, kmeans, lloyd, members, seeded, spread
 from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
 from coterie.key import Key
@@ -23,7 +23,7 @@ from coterie.settings import setting
 from coterie.task import Data, Task
 from coterie.tree import Params
 
-SEEDS = 8  # k-means of a client's points that are tried
+SEEDS = 8  # random starts for the k-means of a client's points, beside the farthest-first one
 _SEEDS = 3  # stream under a client's key
 
 
@@ -68,6 +68,7 @@ class KFED(PointAlgorithm):
 
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Nothing is known yet: all centres are at the origin."""
+        self.check_kind(task, "distance")
         self._check(cohort)
         d = cohort.federation.train.x[0].numel()
         return State(torch.zeros(self.k, d, device=cohort.device), torch.zeros(self.k), cohort.population, 0)
@@ -78,9 +79,8 @@ class KFED(PointAlgorithm):
         centres, sizes = reply.update["centres"].flatten(0, 1), reply.update["sizes"].flatten()
         real = sizes > 0
         if int(real.sum()) < self.k:
-            raise ValueError(
-                f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; a larger local finds more"
-            )
+            more = "; a larger local finds more" if self.local else ", for too many of their points are the same"
+            raise ValueError(f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together{more}")
         points = centres[real].cpu().double()
         found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
         near = torch.cdist(points, found).argmin(1)
@@ -128,7 +128,8 @@ class KFED(PointAlgorithm):
     def _own(self, local: Local) -> tuple[Tensor, Tensor, Tensor]:
         """A client's centres (k, d), their points (k,), and the mean squared distance to them."""
         x, mask = local.data.x.flatten(1), local.data.mask
-        starts = seeded(x, mask, local.draws["uniform"][:, : self._numbers()[-1]])
+        most = self._numbers()[-1]
+        starts = torch.cat([seeded(x, mask, local.draws["uniform"][:, :most]), farthest(x, mask, most)[None]])
         tried = [self._clustered(x, mask, starts[:, :n]) for n in self._numbers()]
         centres, sizes, spreads = (torch.stack(parts) for parts in zip(*tried, strict=True))
         rows = mask.sum()

@@ -65,6 +65,19 @@ def seeded(x: Tensor, mask: Tensor, uniform: Tensor) -> Tensor:
     return torch.stack(centres, 1)
 
 
+def farthest(x: Tensor, mask: Tensor, k: int) -> Tensor:
+    """Centres (k, d), each the real point that is farthest from those before it; the first, from the mean.
+
+    k-means++ seldom begins in a cluster of few points that are far from all others; this always does.
+    """
+    centres, gap = [(mask @ x) / mask.sum()], None
+    for _ in range(k):
+        new = distances(x, centres[-1][None])[:, 0]
+        gap = new if gap is None or len(centres) == 2 else torch.minimum(gap, new)  # the mean is no centre
+        centres.append(x.index_select(0, gap.where(mask > 0, -1.0).argmax().reshape(1))[0])
+    return torch.stack(centres[1:])
+
+
 def lloyd(x: Tensor, mask: Tensor, centres: Tensor, steps: int) -> Tensor:
     """So many of Lloyd's steps from centres (s, k, d); a centre that loses all points stays where it is."""
     for _ in range(steps):

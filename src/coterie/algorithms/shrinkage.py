@@ -26,6 +26,10 @@ class Moments(NamedTuple):
     second: Tensor  # (…, k, d, d)
     about: Tensor  # (d,)
 
+    def less(self, part: Moments) -> Moments:
+        """The sums without those over a part of the points."""
+        return Moments(self.number - part.number, self.first - part.first, self.second - part.second, self.about)
+
 
 def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     """Means (…, k, d) and covariances (…, k, d, d).
@@ -53,10 +57,22 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
 
 def constant_columns(moments: Moments) -> list[int]:
     """The columns in which all points of all clusters (k, …) have one value."""
+    second, variance = _columns(moments)
+    # Sums are about the mean, which is rounded: such a column has a square all the same, but next to no variance.
+    return (variance <= 1e-9 * second).nonzero().flatten().tolist()
+
+
+def narrow_columns(moments: Moments, ridge: float) -> list[int]:
+    """The columns whose variance over all points is less than the ridge that is added to it."""
+    _, variance = _columns(moments)
+    return (variance < ridge * variance.mean()).nonzero().flatten().tolist()
+
+
+def _columns(moments: Moments) -> tuple[Tensor, Tensor]:
+    """The mean square and the variance of every column over the points of all clusters (k, …)."""
     points = moments.number.sum()
     first, second = moments.first.sum(0) / points, moments.second.sum(0).diagonal() / points
-    # Sums are about the mean, which is rounded: such a column has a square all the same, but next to no variance.
-    return (second - first.square() <= 1e-9 * second).nonzero().flatten().tolist()
+    return second, second - first.square()
 
 
 def _shrunk(own: Tensor, target: Tensor, count: Tensor) -> Tensor:

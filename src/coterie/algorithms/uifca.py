@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, hold_out, remembered
+from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, remembered
 from coterie.algorithms.kfed import KFED
-from coterie.algorithms.shrinkage import Moments, constant_columns, covariances
+from coterie.algorithms.shrinkage import Moments, constant_columns, covariances, narrow_columns
 from coterie.algorithms.starts import Given
 from coterie.client import ClientStep, Local, Reply, adam_update, each_model, each_start, local_update
 from coterie.cohort import Cohort, slot_mean
@@ -35,10 +35,10 @@ log = logging.getLogger("coterie")
 
 SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
 PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried, where there is no closed form
-HELD_OUT = 0.2  # of each client's points, to choose between them
+HELD_OUT = 0.2  # of the points, to choose between strengths, and between restarts
 NOISE = 0.01  # by which the models of a restart differ at first
 NAMED = 5  # constant columns that a message names
-_LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
+_LABELS, _BATCHES, _MODELS, _HELD = 4, 5, 6, 7  # streams under a key
 
 
 class State(NamedTuple):
@@ -46,9 +46,10 @@ class State(NamedTuple):
 
     theta: Params  # θ_k of every restart (r, k, …)
     moments: Moments | tuple[()]  # of the points assigned to each cluster, where models have a closed form
+    held: Moments | tuple[()]  # of the held-out ones among them, where restarts are compared
     sizes: Tensor  # |S_k| (r, k)
     moved: Tensor  # points that changed their cluster in the last assignment (r,)
-    quality: Tensor  # mean loss of the points under the models they are assigned to (r,)
+    quality: Tensor  # by which restarts are compared: how unlikely held-out points are (r,)
     shrinks: Tensor  # restarts that shrink (r,)
     pull: Tensor  # how strongly, where there is no closed form (r,)
     clients: int
@@ -74,7 +75,8 @@ class UIFCA(PointAlgorithm):
         k: K, the clusters.
         init: The initial assignment: "random", "kfed" (k-FED + UIFCA), or "mixed", of whose restarts one is from k-FED
             and the others random; k state dicts assign by likelihood.
-        restarts: Assignments that are run side by side; the one of the greatest likelihood is kept.
+        restarts: Assignments that are run side by side; kept is the one under whose mixture of models held-out points
+            are likeliest. The likelihood of the points that models were fitted to would prefer what overfits most.
         shrink: Whether, once few points move, each model is shrunk towards what the clusters have in common, by as
             much as it is likely to have overfitted: in closed form, or, for a model that names its `location`, by
             as much as makes held-out points likeliest.
@@ -112,6 +114,7 @@ class UIFCA(PointAlgorithm):
 
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial assignment, which each client keeps for itself."""
+        self.check_kind(task, "density")
         self._check(cohort)
         theta = self._drawn(task, key.fold(_MODELS))
         if self._by_kfed:
@@ -136,7 +139,8 @@ class UIFCA(PointAlgorithm):
         """Lines 3 to 7."""
         theta, pull = self._learnt(state, cohort)  # line 5
         about = state.moments.about if isinstance(state.moments, Moments) else ()
-        sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
+        judges = self._judges(state, theta, cohort.task)
+        sums = cohort.combine(self.reassign, {"theta": theta, "about": about, **judges})  # line 7
         after = self._after(theta, sums.update, about, cohort, state._replace(pull=pull))
         return after, Report(cohort.clients, sums.note["loss"][:, _best(after)])
 
@@ -155,19 +159,22 @@ class UIFCA(PointAlgorithm):
                 first = torch.arange(self.restarts, device=own.device)[:, None] < self._by_kfed
                 label = torch.where(first, own, label)
             nothing = local.data.mask.new_zeros(self.restarts)
-            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing)
+            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing, nothing)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             g = key.fold(_LABELS).generator()
             label = torch.randint(self.k, (self.restarts, n), generator=g)
             if isinstance(self.init, Disturbed):
                 label = label.where(torch.rand(self.restarts, n, generator=g) < self.init.share, -1)
-            return {"label": label, "kfed": kfed.draw(n, key, when) if kfed.draw else {}}
+            return {"label": label, "kfed": kfed.draw(n, key, when) if kfed.draw else {}, "held": _held(n, key)}
 
         return ClientStep(run, draw)
 
     def reassign(self, task: Task) -> ClientStep:
-        """Line 7 at one client: every point to the model under which it is likeliest."""
+        """Line 7 at one client: every point to the model under which it is likeliest.
+
+        And, if restarts are compared, how unlikely held-out points are under models that have not seen them.
+        """
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             def one_start(theta: Params) -> tuple[Tensor, Tensor]:
@@ -176,16 +183,20 @@ class UIFCA(PointAlgorithm):
                 return losses.argmin(0), losses.amin(0) @ local.data.mask
 
             label, loss = each_start(one_start, in_dims=(0,))(sent["theta"])
-            return self._counted(label, remembered(local.memory, len(local.data.mask)), sent["about"], local, loss)
+            before, unlikely = remembered(local.memory, len(local.data.mask)), torch.zeros_like(loss)
+            if self._compares:
+                judges = tree_map(lambda x: x.flatten(0, 1), sent["judges"] or sent["theta"])
+                unlikely = _surprise(task, judges, sent["share"], local)
+            return self._counted(label, before, sent["about"], local, loss, unlikely)
 
-        return ClientStep(run)
+        return ClientStep(run, (lambda n, key, when: {"held": _held(n, key)}) if self._compares else None)
 
     def learn(self, task: Task) -> ClientStep:
         """Algorithm 5 for all models that are sent (r·c·k, …), each on the points that are assigned to it.
 
         For every restart there may be several candidates, c, for its k models.
         """
-        holds = self._pulls(task)
+        holds = self._pulls(task) or self._compares
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             own = self._members(remembered(local.memory, len(local.data.mask)), local.data)
@@ -205,8 +216,8 @@ class UIFCA(PointAlgorithm):
             return Reply(end, own.sum(1), slot, {}, local.memory)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
-            held = torch.zeros(n, dtype=torch.long).index_fill(0, hold_out(n, HELD_OUT, key)[0], 1)
-            return {"held": held, "rank": torch.randperm(n, generator=key.fold(_BATCHES, *when).generator())}
+            rank = torch.randperm(n, generator=key.fold(_BATCHES, *when).generator())
+            return {"held": _held(n, key), "rank": rank}
 
         return ClientStep(run, draw, many=True)
 
@@ -217,11 +228,7 @@ class UIFCA(PointAlgorithm):
         """
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            held = (local.draws["held"] > 0) * local.data.mask
-            losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])  # (r·c·k, n)
-            each = sent["share"].log()[..., None] - losses.unflatten(0, sent["share"].shape)
-            surprise = -each.logsumexp(1).nan_to_num(nan=-torch.inf)
-            update = torch.where(held > 0, surprise, 0.0).sum(1)
+            update = _surprise(task, sent["theta"], sent["share"], local)
             return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
 
         return ClientStep(run, self.learn(task).draw)
@@ -268,17 +275,18 @@ class UIFCA(PointAlgorithm):
 
     # --- what a client does --------------------------------------------------------------------------------------
 
-    def _counted(self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
+    def _counted(
+        self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor, unlikely: Tensor
+    ) -> Reply:
         """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
         own = self._members(label, local.data)
         moved = ((label != before) * local.data.mask).sum(1)
-        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss}
+        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "unlikely": unlikely}
         if isinstance(about, Tensor):
             x = (local.data.x.flatten(1) - about).double()  # a covariance is a small difference of such sums
-            own = own.double()
-            update["first"] = own @ x
-            left = own.flatten(0, 1).T[:, :, None] * x[:, None]  # (n, r·k, d)
-            update["second"] = Outer(left.flatten(1), x)
+            update["all"] = _sums(own.double(), x)
+            if self._compares:
+                update["held"] = _sums((own * local.draws["held"]).double(), x)
         note = {"loss": loss / local.data.mask.sum()}
         return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), note, label)
 
@@ -354,10 +362,20 @@ class UIFCA(PointAlgorithm):
         best = torch.where(state.shrinks, surprise.reshape(self.restarts, count).argmin(1), 0)
         return take(theta, best + count * torch.arange(self.restarts)), torch.tensor(PULLS)[best]
 
+    def _judges(self, state: State, theta: Params, task: Task) -> dict[str, Any]:
+        """Models that have not seen the held-out points, if those are others; and their shares of the mixture."""
+        if not self._compares:
+            return {}
+        if not (isinstance(state.moments, Moments) and isinstance(state.held, Moments) and task.from_moments):
+            return {"judges": (), "share": state.sizes / state.sizes.sum(1, keepdim=True)}  # held out of all training
+        seen = state.moments.less(state.held)
+        share = (seen.number / seen.number.sum(1, keepdim=True)).float()
+        return {"judges": self._fitted(state._replace(theta=theta), seen, task.from_moments), "share": share}
+
     def _fitted(self, state: State, moments: Moments, fit: Callable[[Tensor, Tensor], Params]) -> Params:
         """The likeliest models; a cluster of one point or none keeps its old one."""
         mean, covariance = covariances(moments, state.shrinks, self.ridge)
-        enough = state.sizes > 1
+        enough = moments.number > 1
         covariance = _where(enough, covariance, torch.eye(mean.shape[-1]).to(mean).expand_as(covariance))
         try:
             found = fit(mean, covariance)
@@ -366,26 +384,30 @@ class UIFCA(PointAlgorithm):
         return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
 
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
-        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "loss")}
+        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "unlikely")}
         points = float(cohort.sizes.sum())
-        moments: Moments | tuple[()] = ()
-        if isinstance(about, Tensor):  # these stay on the device: what is made of them is most of the server's work
-            second = update["second"][0].unflatten(0, (self.restarts, self.k, -1))
-            moments = Moments(update["sizes"][0].double(), update["first"][0].double(), second.double(), about)
         settled = torch.zeros(self.restarts, dtype=torch.bool)
         if before and self.shrink:
             settled = before.shrinks | (found["moved"] <= SETTLED * points)
         return State(
             theta=theta,
-            moments=moments,
+            moments=self._moments(update.get("all"), about),
+            held=self._moments(update.get("held"), about),
             sizes=found["sizes"],
             moved=found["moved"],
-            quality=(found["loss"] / points).nan_to_num(nan=torch.inf),
+            quality=found["unlikely"].nan_to_num(nan=torch.inf),
             shrinks=settled,
             pull=before.pull if before else torch.zeros(self.restarts),
             clients=cohort.population,
             round=before.round + 1 if before else 0,
         )
+
+    def _moments(self, sums: dict[str, Tensor] | None, about: Any) -> Moments | tuple[()]:
+        """From what clients sent; on the device, for what is made of them is most of the server's work."""
+        if sums is None:
+            return ()
+        second = sums["second"][0].unflatten(0, (self.restarts, self.k, -1))
+        return Moments(sums["number"][0].double(), sums["first"][0].double(), second.double(), about)
 
     def _drawn(self, task: Task, key: Key) -> Params:
         """One random model, with a little noise of its own for each cluster and restart (r, k, …)."""
@@ -410,6 +432,11 @@ class UIFCA(PointAlgorithm):
         return self.closed and task.from_moments is not None
 
     @property
+    def _compares(self) -> bool:
+        """Whether there are several restarts, of which one is to be kept."""
+        return self.restarts > 1
+
+    @property
     def _by_kfed(self) -> int:
         """Restarts that begin with k-FED's assignment."""
         return {"kfed": self.restarts, "mixed": 1}.get(self.init, 0) if isinstance(self.init, str) else 0
@@ -419,8 +446,15 @@ class UIFCA(PointAlgorithm):
             raise ValueError(f"UIFCA: k must be at most the number of points of all clients, {points}, got {self.k}")
 
     def _check_columns(self, moments: Moments, cohort: Cohort) -> None:
-        """Name the columns whose variance is the ridge alone; refuse them where there is none."""
-        columns = constant_columns(Moments(moments.number[0], moments.first[0], moments.second[0], moments.about))
+        """Name the columns whose variance is mostly the ridge; refuse constant ones where there is none."""
+        every = Moments(moments.number[0], moments.first[0], moments.second[0], moments.about)
+        columns = constant_columns(every)
+        thin = [j for j in narrow_columns(every, self.ridge) if j not in columns]
+        if thin and cohort.leads:
+            log.warning(
+                "UIFCA: %s narrower than the ridge of %g of the mean variance, and will count for little; "
+                "columns of one scale, or a smaller ridge, would let them count", _named(thin), self.ridge,
+            )  # fmt: skip
         if not columns:
             return
         told = f"UIFCA: {_named(columns)} constant over all points"
@@ -441,9 +475,27 @@ class UIFCA(PointAlgorithm):
 
 
 def _best(state: State) -> int:
-    """The restart of the greatest likelihood; those that shrink come first, for without it likelihoods are higher."""
-    first = state.shrinks if bool(state.shrinks.any()) else torch.ones_like(state.shrinks)
-    return int(state.quality.cpu().masked_fill(~first, torch.inf).argmin())
+    """The restart under which held-out points are likeliest."""
+    return int(state.quality.argmin())
+
+
+def _held(n: int, key: Key) -> Tensor:
+    """1 for a client's points that judge models and are not judged by them, the same in every round (n,)."""
+    return (torch.rand(n, generator=key.fold(_HELD).generator()) < HELD_OUT).long()
+
+
+def _surprise(task: Task, theta: Params, share: Tensor, local: Local) -> Tensor:
+    """How unlikely held-out points are under each mixture (m,), of models (m·k, …) with these shares (m, k)."""
+    losses = each_model(lambda t: task.loss(t, local.data))(theta)
+    each = share.log()[..., None] - losses.unflatten(0, share.shape)
+    unlikely = -each.logsumexp(1).nan_to_num(nan=-torch.inf)
+    return torch.where(local.draws["held"] * local.data.mask > 0, unlikely, 0.0).sum(1)
+
+
+def _sums(own: Tensor, x: Tensor) -> dict[str, Any]:
+    """How many points of x (n, d) are in every cluster, where `own` (r, k, n) is 1, and their moments."""
+    left = own.flatten(0, 1).T[:, :, None] * x[:, None]  # (n, r·k, d)
+    return {"number": own.sum(2), "first": own @ x, "second": Outer(left.flatten(1), x)}
 
 
 def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ def mnist_digits(
         points: Training images taken of each digit, at most; None takes all.
     """
     _check_digits("mnist_digits", digits)
+    _check_counts("mnist_digits", clients=clients, points=points)
     x, y, _, _ = images()
     own = [(y == digit).nonzero().flatten()[:points] for digit in digits]
     z = torch.cat([torch.full((len(at),), c) for c, at in enumerate(own)])
@@ -114,6 +115,7 @@ def mnist_rotations(
         points: Training images taken, at most; None takes all.
     """
     _check_digits("mnist_rotations", (digit,))
+    _check_counts("mnist_rotations", clients=clients, points=points)
     x, y, _, _ = images()
     own = x[y == digit][:points]
     turned = torch.cat([torch.rot90(own, g, (-2, -1)) for g in range(4)])
@@ -123,6 +125,12 @@ def mnist_rotations(
 def _check_digits(name: str, digits: tuple[int, ...]) -> None:
     if not digits or len(set(digits)) < len(digits) or not set(digits) <= set(range(10)):
         raise ValueError(f"{name}: digits must be different ones of 0 to 9, got {', '.join(map(str, digits))}")
+
+
+def _check_counts(name: str, **counts: int | None) -> None:
+    for what, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: {what} must be at least 1, got {value}")
 
 
 def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from coterie.client import ClientStep, Local, Reply
 from coterie.cohort import Cohort
 from coterie.executors.graphs import Replayed
 from coterie.executors.store import Store, free_memory
-from coterie.tree import leaves, take, tree_map
+from coterie.tree import leaves, nbytes, take, tree_map
 
 PADDING = 1.25  # clients share a chunk only if none is padded by more than this
 SHARE = 0.4  # of the free memory, for one chunk
@@ -35,7 +35,7 @@ class Vectorised(Cohort):
 
     Clients are sorted by size, so that a small client is never padded to the length of a large one. How many go into
     a chunk follows from the free memory and from what one client was seen to need. Models that vmap cannot batch, or
-    only slows down, are done client by client. Every such choice is in the log.
+    only slows down, are done client by client. Every such choice is in the log; a single client is never batched.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,9 +49,12 @@ class Vectorised(Cohort):
             return self.uplink(step.run(sent, local))
 
         several, one = vmap(answer, in_dims=(None if rows is None else 0, 0)), answer
+        if step.many:  # so much more is computed for more models that chunks are sized for each number of them
+            name = f"{name} on {nbytes(shared) / 2**20:.2f} MiB that are sent,"
         recorded = step.many and rows is None and self.device.type in RECORDING
         if recorded:
-            several, one = self._recorded.setdefault(name, (Replayed(several), Replayed(answer)))
+            several, single = self._recorded.setdefault(name, (Replayed(several), Replayed(answer)))
+            one = single if len(self) == 1 else answer  # a recording keeps its memory: not one for every large client
 
         def together(at: Tensor) -> Reply:
             sent = shared if rows is None else take(shared, rows[at])
@@ -108,7 +111,7 @@ class Vectorised(Cohort):
 
     def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None, timed: bool) -> int:
         """Clients per chunk for this step and client size; 0 to do them one by one, as a single one always is."""
-        if alone is not None and len(bucket) == 1:
+        if alone is not None and len(bucket) == 1 and (timed or len(self) == 1):
             return 0
         label = f"{name} on up to {size_class(int(self.sizes[bucket].max()))} {self.part} rows"
         if label not in self.ledger.chunks:

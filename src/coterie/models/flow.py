@@ -7,7 +7,7 @@ to each cluster where it shrinks the others towards what clusters have in common
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class AffineFlow(nn.Module):
         return {"weight": weight, "bias": -(weight @ mean[..., None])[..., 0]}
 
 
+Mask = Literal["cyclic", "checkerboard"]
+
+
 class RealNVP(nn.Module):
     """A flow for images: couplings, each of which moves one part of an image by what another part tells it.
 
@@ -97,7 +100,7 @@ class RealNVP(nn.Module):
     def __init__(
         self,
         shape: tuple[int, ...] = (1, 28, 28),
-        mask: Literal["cyclic", "checkerboard"] = "cyclic",
+        mask: Mask = "cyclic",
         couplings: int = 8,
         channels: int = 32,
         blocks: int = 2,
@@ -105,6 +108,8 @@ class RealNVP(nn.Module):
         super().__init__()
         if len(shape) != 3 or shape[1] % 2 or shape[2] % 2:
             raise ValueError(f"RealNVP: shape must be (channels, even height, even width), got {tuple(shape)}")
+        if mask not in (known := get_args(Mask)):
+            raise ValueError(f"RealNVP: mask must be one of {', '.join(known)}, got {mask!r}")
         self.spec = {
             "name": "real_nvp", "shape": list(shape), "mask": mask, "couplings": couplings, "channels": channels,
             "blocks": blocks,

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie import plots
@@ -53,9 +54,10 @@ def _accuracies(spec: dict[str, Any], case: dict[str, Any], device: str) -> dict
     """The share of images (in %) that are likelier under their own digit's flow: of those seen, and of new ones."""
     algorithm, task, federation = _setting(spec, case, {})
     done = fit(algorithm, task, federation, rounds=1, seed=spec["seed"], device=device, evaluations=1)
-    new, digit = _new_images(spec["data"], case["random background"], spec["seed"])
-    right = torch.from_numpy(done.assign(new)) == digit
-    return {"accuracy": 100 * float(done.purity or 0.0), "on new images": 100 * float(right.float().mean())}
+    seen = federation.train.x, federation.train.y
+    new = _new_images(spec["data"], case["random background"], spec["seed"])
+    accuracy, on_new = (float(np.mean(done.assign(x) == digit.numpy())) for x, digit in (seen, new))
+    return {"accuracy": 100 * accuracy, "on new images": 100 * on_new}
 
 
 def _along(spec: dict[str, Any], case: dict[str, Any], device: str) -> list[float]:

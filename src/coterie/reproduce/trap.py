@@ -82,13 +82,16 @@ def _iteration(spec: dict[str, Any], m: int, seed: int, device: str) -> dict[str
     """Plain and shrunk models from the same start: what is seen after every epoch."""
     algorithm = build_algorithm(spec["algorithm"])
     assert isinstance(algorithm, UIFCA)
-    cohort = everybody(build_task(spec["task"]), _points(spec, m, seed), seed, device)
-    state = next(states_of(algorithm, cohort, 0, seed))
-    pull = algorithm.chosen(state.theta, state._replace(shrinks=torch.ones(1, dtype=torch.bool)), cohort)[1]
-    return {
-        "plain": {"pull": 0.0, **_epochs(replace(algorithm, shrink=False), state, torch.zeros(1), cohort)},
-        "shrunk": {"pull": float(pull), **_epochs(algorithm, state, pull, cohort)},
-    }
+    points, task = _points(spec, m, seed), build_task(spec["task"])
+
+    def seen(algorithm: UIFCA) -> dict[str, Any]:
+        cohort, pull = everybody(task, points, seed, device), torch.zeros(1)
+        state = next(states_of(algorithm, cohort, 0, seed))
+        if algorithm.shrink:
+            pull = algorithm.chosen(state.theta, state._replace(shrinks=torch.ones(1, dtype=torch.bool)), cohort)[1]
+        return {"pull": float(pull), **_epochs(algorithm, state, pull, cohort)}
+
+    return {"plain": seen(replace(algorithm, shrink=False)), "shrunk": seen(algorithm)}
 
 
 def _points(spec: dict[str, Any], m: int, seed: int) -> Federation:
