@@ -129,6 +129,21 @@ def test_images_of_the_wrong_shape_are_refused():
         ct.fit(ct.UIFCA(k=2), ct.Task.density(ct.models.RealNVP((1, 8, 8))), federation, rounds=1)
     with pytest.raises(ValueError, match=r"RealNVP: shape must be \(channels, even height, even width\), got"):
         ct.models.RealNVP((1, 7, 8))
+    with pytest.raises(ValueError, match="RealNVP: mask must be one of cyclic, checkerboard, got 'stripes'"):
+        ct.models.RealNVP((1, 8, 8), mask="stripes")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [ct.Task.density(ct.models.RealNVP((1, 8, 8))), ct.Task.adversarial(ct.models.GAN((1, 8, 8), k=2, channels=(4,)))],
+)
+def test_pixels_out_of_range_are_refused(task):
+    algorithm = ct.UIFCA(k=2) if task.networks is None else ct.ClusterGAN(k=2)
+    y = torch.zeros(4, dtype=torch.long)
+    federation = Federation.from_clients([(images(4), y), (255 * images(4), y)])
+    told = r"client 1: (RealNVP|GAN) takes values from 0 to 1, but these go from 0 to 254"
+    with pytest.raises(ValueError, match=told):
+        ct.fit(algorithm, task, federation, rounds=1)
 
 
 # --- shrinking without a closed form -----------------------------------------------------------------------------

@@ -154,8 +154,9 @@ def test_replayed_rounds_in_several_chunks_equal_plain_ones(algorithm, ragged, m
     assert torch.equal(flat(plain[0]), flat(replayed[0])) and torch.equal(plain[2], replayed[2])
 
 
-def test_recorded_steps_equal_plain_ones(monkeypatch):
-    federation = ct.data.gaussian_clusters(k=2, seed=0, points=40, d=3)
+@pytest.mark.parametrize("clients", [1, 2])
+def test_recorded_steps_equal_plain_ones(monkeypatch, clients):
+    federation = ct.data.gaussian_clusters(k=2, p=0.0, seed=0, clients=clients, points=40, d=3)
     algorithm = ct.UIFCA(k=2, init="random", restarts=1, closed=False, tau=6, steps=2, batch=8)
     ends = []
     for devices in ((), ("cpu",)):

@@ -10,14 +10,20 @@ import coterie as ct
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.kmeans import lloyd, seeded, spread
 from coterie.algorithms.shrinkage import Moments, covariances
+from coterie.algorithms.uifca import _held
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
 from coterie.key import Key
-from coterie.tree import stack
+from coterie.task import Data
+from coterie.tree import flat, stack
 
 
 def flow(d=32):
     return ct.Task.density(ct.models.AffineFlow(d))
+
+
+def rows(x):
+    return Data(x, torch.zeros(len(x)), torch.ones(len(x)))
 
 
 def two_gaussians(points, seed, d=32, separation=1.0):
@@ -57,6 +63,60 @@ def test_shrinking_frees_wrongly_assigned_points(points):
     bayes = np.mean([two_gaussians(points, seed)[1] for seed in range(4)])
     assert ends[True] > bayes - 0.01
     assert ends[True] > ends[False] + 0.005
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_several_restarts_the_one_that_overfits_most_is_not_kept(seed):
+    """By the likelihood of the points that models were fitted to, four of five such runs ended at chance."""
+    federation, bayes = two_gaussians(800, seed)
+    run = ct.fit(ct.UIFCA(k=2), flow(), federation, rounds=30, seed=seed, evaluations=1)
+    assert run.purity > bayes - 0.015
+
+
+def test_restarts_are_judged_by_models_that_have_not_seen_the_points():
+    x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    federation = Federation.from_clients([(x, torch.zeros(60, dtype=torch.long))])
+    run = ct.fit(ct.UIFCA(k=2, init="random", restarts=2, shrink=False), flow(8), federation, rounds=1)
+    for r in range(2):
+        share = (run.state.sizes[r] / 60).log()
+        losses = [flow(8).loss({n: t[r, j] for n, t in run.state.theta.items()}, rows(x)) for j in range(2)]
+        fitted = -stack([share[j] - losses[j] for j in range(2)]).logsumexp(0).mean()
+        assert run.state.quality[r] / run.state.held.number[r].sum() > fitted + 1.5  # 88 numbers from 60 points
+
+
+def test_held_out_points_train_no_model_of_several_restarts():
+    algorithm = ct.UIFCA(k=2, init="random", restarts=2, shrink=False, closed=False, tau=2, steps=3)
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+    def cohort_of(x):
+        federation = Federation.from_clients([(x, torch.zeros(40, dtype=torch.long))])
+        return EXECUTORS["sequential"](federation, flow(3), Key.of(0), torch.device("cpu")).at(0)
+
+    held = cohort_of(x)._draws(algorithm.learn(flow(3)), 0, 40)["held"]
+    ends = []
+    for cohort in (cohort_of(x), cohort_of(x + 100 * held[:, None])):
+        state = algorithm.start(cohort.task, cohort, Key.of(0))
+        ends.append(flat(algorithm.averaged(state.theta, torch.zeros(2), state.sizes, cohort)))
+    assert held.sum() > 0 and torch.equal(*ends)
+
+
+@pytest.mark.parametrize("seed", range(5, 9))
+def test_kfed_finds_clusters_of_few_points(seed):
+    federation = ct.data.gaussian_clusters(k=4, p=0.9, seed=seed)
+    assert ct.fit(ct.KFED(k=4), None, federation, rounds=1).purity == 1.0
+
+
+def test_small_clients_hold_points_out_too():
+    few = [int(_held(4, Key.of(i)).sum()) for i in range(500)]
+    assert 0.15 < np.mean(few) / 4 < 0.25
+
+
+def test_columns_that_the_ridge_hides_are_named(caplog):
+    made = ct.data.gaussian_clusters(k=2, seed=0, points=200, d=3)
+    wide = made.map(lambda i, x, y: (torch.cat([x, 1e4 * x[:, :1].cos()], 1), y))
+    ct.fit(ct.UIFCA(k=2), flow(4), wide, rounds=2)
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told.startswith("UIFCA: columns 0, 1, 2 are narrower than the ridge of 0.001 of the mean variance")
 
 
 def test_closed_form_and_gradient_steps_agree():
@@ -166,6 +226,16 @@ def test_bad_input_is_named():
     images = Federation.from_clients([(torch.rand(9, 1, 28, 28), torch.zeros(9, dtype=torch.long))] * 2)
     with pytest.raises(ValueError, match=r"client 0: AffineFlow does not take rows of shape \(1, 28, 28\)"):
         ct.fit(ct.UIFCA(k=2), flow(32), images, rounds=1)
+    with pytest.raises(ValueError, match=r"UIFCA: the task must be a Task.density, got a task of kind 'distance'"):
+        ct.fit(ct.UIFCA(k=2), ct.Task.distance(), tiny, rounds=1)
+    with pytest.raises(ValueError, match=r"KFED: the task must be a Task.distance, got a task of kind 'density'"):
+        ct.fit(ct.KFED(k=2), flow(2), tiny, rounds=1)
+    with pytest.raises(ValueError, match="KFED: k is 2, but clients found 1 centres together, for too many of their"):
+        ct.fit(ct.KFED(k=2), None, tiny.select([0]).map(lambda i, x, y: (x.repeat(3, 1), y.repeat(3))), rounds=1)
+    with pytest.raises(ValueError, match="mnist_digits: points must be at least 1, got 0"):
+        ct.data.mnist_digits(points=0)
+    with pytest.raises(ValueError, match="mnist_rotations: clients must be at least 1, got -1"):
+        ct.data.mnist_rotations(clients=-1)
     with pytest.raises(ValueError, match="fit: IFCA needs a task"):
         ct.fit(ct.IFCA(k=2), None, tiny, rounds=1)
     with pytest.raises(ValueError, match="p must be between 0 and 1, got 2"):

@@ -248,7 +248,7 @@ class Task:
                 return (
                     f"{_name(skeleton)} does not take rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
                 )
-            return constants.changed(module) or check(out, rows.y)
+            return constants.changed(module) or _outside(module, rows.x) or check(out, rows.y)
 
         return cls(
             init=init,
@@ -351,6 +351,14 @@ def _spec(module: nn.Module) -> dict[str, Any]:
 def _mean_probability(outs: Tensor) -> Tensor:
     """The log of the mean over models of the probabilities that their logits (j, n, …, classes) give."""
     return outs.log_softmax(-1).logsumexp(0) - math.log(len(outs))
+
+
+def _outside(module: nn.Module, x: Tensor) -> str | None:
+    """Values that a module does not take, if it says `between` which ones they must lie."""
+    low, high = getattr(module, "between", (-math.inf, math.inf))
+    if bool(((x >= low) & (x <= high)).all()):
+        return None
+    return f"{_name(module)} takes values from {low:g} to {high:g}, but these go from {x.min():g} to {x.max():g}"
 
 
 def _check_labels(out: Tensor, y: Tensor) -> str | None:

@@ -96,6 +96,7 @@ class RealNVP(nn.Module):
     """
 
     location = ("centre",)
+    between = (0.0, 1.0)
 
     def __init__(
         self,

@@ -61,6 +61,8 @@ class GAN(nn.Module):
             "name": "gan", "shape": list(shape), "k": k, "dz": dz, "channels": list(channels), "hidden": list(hidden),
         }  # fmt: skip
         self.k, self.dz = k, dz
+        if len(shape) == 3:
+            self.between = (0.0, 1.0)
         self.generator = _generator(dz + k, shape, channels, hidden)
         # A constant added to all that the critic says changes neither player's loss.
         self.critic = _reader(shape, channels, hidden, 1, bias=False)
