@@ -16,6 +16,7 @@ from coterie.tree import flat
 
 def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch, caplog):
     monkeypatch.setattr(peers, "find_spec", lambda module: None)
+    monkeypatch.setattr(speed, "LARGE", {"cpu": 500})
     rows = measure("cpu", quick=True)
     keys = {"workload", "way", "seconds", "loop_ratio", "floor_ratio", "peak_mib", "max_rel_diff"}
     assert all(set(r) == keys for r in rows)
@@ -65,7 +66,8 @@ def test_only_a_peer_that_knows_clusters_is_asked_for_them(monkeypatch):
     assert speed._peers(work(2), ["fedjax", "pfl", "flower"]) == {"fedjax": "fedjax 2"}
 
 
-def test_the_floor_counts_the_operations_of_the_papers_workload():
+def test_the_floor_counts_the_operations_of_the_papers_workload(monkeypatch):
+    monkeypatch.setattr(speed, "LARGE", {"cpu": 500})
     assert 0.044e12 < gram_flops(480, 4) < 0.046e12
     assert product_rate(torch.device("cpu")) > 1e9
 

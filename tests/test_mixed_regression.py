@@ -380,7 +380,7 @@ def test_fedprox_takes_models_that_are_not_linear(regression):
     _, federation = regression
     task = ct.Task.regressor(ct.models.MLP(4, 8, 1))
     algorithm = ct.FedX(k=1, refine="fedprox", lr=0.05, tau=20, init="random")
-    run = ct.fit(algorithm, task, federation, rounds=60, evaluations=1)
+    run = ct.fit(algorithm, task, federation, rounds=20, evaluations=1)
     assert run.history[-1]["loss"] < 0.7 * run.history[0]["loss"]
 
 

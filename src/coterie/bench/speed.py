@@ -98,13 +98,13 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
 
     On a GPU the first has as many clients as in the paper; the others have not, for there the loop takes minutes.
     """
-    m, one = (48, 48) if quick else (480, 480) if device.type == "cpu" else (4800, 480)
+    m, one = (16, 16) if quick else (480, 480) if device.type == "cpu" else (4800, 480)
     images = grouped(m, 50, 784, 10, groups=4)
     fewer = images if one == m else grouped(one, 50, 784, 10, groups=4)
-    points = linear(100 if quick else 500, 20, 20)
+    points = linear(50 if quick else 500, 20, 20)
     mlp = MLP(784, 200, 10)
     small, leaf = CNN((1, 28, 28), 10, (8, 16), 5, 32), CNN((1, 28, 28), 10)
-    few = grouped(8 if quick else 48, 50, 784, 10, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
+    few = grouped(4 if quick else 48, 50, 784, 10, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
     line = len(points) * (4.0 * 20 * 20 + 2.0 * 20 * 20)  # residuals, gradient, and all steps in one product
     return [
         Workload(f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 4)),
