@@ -9,6 +9,7 @@ import coterie as ct
 from coterie.algorithms import uifca
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
+from coterie.flower.roster import Roster, Site
 from coterie.key import Key
 from coterie.models.flow import dequantised
 from coterie.task import Data
@@ -141,6 +142,8 @@ def test_pixels_out_of_range_are_refused(task):
     algorithm = ct.UIFCA(k=2) if task.networks is None else ct.ClusterGAN(k=2)
     y = torch.zeros(4, dtype=torch.long)
     federation = Federation.from_clients([(images(4), y), (255 * images(4), y)])
+    sane = federation.select([0])
+    Roster.of([(1, Site.of("a", sane))]).federation.check(task)  # a server, who sees shapes only, refuses nothing
     told = r"client 1: (RealNVP|GAN) takes values from 0 to 1, but these go from 0 to 254"
     with pytest.raises(ValueError, match=told):
         ct.fit(algorithm, task, federation, rounds=1)

@@ -10,7 +10,8 @@ import coterie as ct
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.kmeans import lloyd, seeded, spread
 from coterie.algorithms.shrinkage import Moments, covariances
-from coterie.algorithms.uifca import _held
+from coterie.algorithms.uifca import _held, _surprise
+from coterie.client import Local
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
 from coterie.key import Key
@@ -82,6 +83,54 @@ def test_restarts_are_judged_by_models_that_have_not_seen_the_points():
         losses = [flow(8).loss({n: t[r, j] for n, t in run.state.theta.items()}, rows(x)) for j in range(2)]
         fitted = -stack([share[j] - losses[j] for j in range(2)]).logsumexp(0).mean()
         assert run.state.quality[r] / run.state.held.number[r].sum() > fitted + 1.5  # 88 numbers from 60 points
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2])
+def test_a_cluster_that_is_all_held_out_is_judged_by_the_others(seen):
+    """A model of one point that had been fitted to the held-out ones too would find these most likely."""
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    algorithm = ct.UIFCA(k=2, init=ct.Disturbed(0.0), restarts=2, shrink=False)
+
+    def cohort_of(y):
+        return EXECUTORS["sequential"](Federation.from_clients([(x, y)]), flow(), Key.of(0), torch.device("cpu")).at(0)
+
+    held = cohort_of(torch.zeros(200, dtype=torch.long))._draws(algorithm.learn(flow()), 0, 200)["held"]
+    few = torch.cat([(held > 0).nonzero()[:3, 0], (held == 0).nonzero()[:seen, 0]])
+    cohort = cohort_of(torch.zeros(200, dtype=torch.long).index_fill(0, few, 1))
+    after, _ = algorithm.round(algorithm.start(cohort.task, cohort, Key.of(0)), cohort)
+    assert after.quality.tolist() == pytest.approx([1660, 1660], abs=5)
+
+
+def test_diverged_models_and_points_that_are_not_held_out():
+    held = torch.tensor([1, 0, 1])
+    local = Local(rows(torch.zeros(3, 2)), {"held": held}, ())
+    losses = torch.tensor([[[1.0, 9.0, 3.0], [torch.nan, torch.inf, -torch.inf]]])
+    assert float(_surprise(losses, torch.tensor([[1.0, 0.0]]), local)) == 4.0
+    assert torch.isfinite(_surprise(losses, torch.tensor([[0.0, 0.0]]), local)).all()
+
+
+def test_without_a_ridge_several_restarts_do_as_one_does():
+    made = ct.data.gaussian_clusters(k=2, p=0.0, seed=0, clients=2, points=24, d=20, separation=5.0)
+    runs = [ct.fit(ct.UIFCA(k=2, ridge=0.0, init="kfed", restarts=r), flow(20), made, rounds=3) for r in (1, 2)]
+    assert [run.purity for run in runs] == [1.0, 1.0]
+
+
+def test_if_no_point_is_held_out_all_judge(monkeypatch):
+    monkeypatch.setattr("coterie.algorithms.uifca.HELD_OUT", 0.0)
+    tiny = Federation.from_clients([(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(2))])
+    run = ct.fit(ct.UIFCA(k=1, init="random", restarts=2), flow(2), tiny, rounds=1)
+    assert not run.state.held.number.any() and run.state.quality.all()
+
+
+def test_where_kfed_finds_too_few_centres_restarts_begin_at_random(caplog):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    one_group = Federation.from_clients([(x[:30], torch.zeros(30)), (x[30:], torch.zeros(30))])
+    why = "KFED: k is 5, but clients found 3 centres together; with local= they look for a given number"
+    assert ct.fit(ct.UIFCA(k=5), flow(4), one_group, rounds=2).state.sizes.sum(1).tolist() == [60.0] * 10
+    told = [r.getMessage() for r in caplog.records]
+    assert told == [f"{why}; all restarts of UIFCA begin with a random assignment"]
+    with pytest.raises(ValueError, match=f"UIFCA: init 'kfed' begins with k-FED. {why}; or init='random'"):
+        ct.fit(ct.UIFCA(k=5, init="kfed"), flow(4), one_group, rounds=2)
 
 
 def test_held_out_points_train_no_model_of_several_restarts():
@@ -230,7 +279,7 @@ def test_bad_input_is_named():
         ct.fit(ct.UIFCA(k=2), ct.Task.distance(), tiny, rounds=1)
     with pytest.raises(ValueError, match=r"KFED: the task must be a Task.distance, got a task of kind 'density'"):
         ct.fit(ct.KFED(k=2), flow(2), tiny, rounds=1)
-    with pytest.raises(ValueError, match="KFED: k is 2, but clients found 1 centres together, for too many of their"):
+    with pytest.raises(ValueError, match="KFED: k is 2, but clients found 1 centres together; with local= they"):
         ct.fit(ct.KFED(k=2), None, tiny.select([0]).map(lambda i, x, y: (x.repeat(3, 1), y.repeat(3))), rounds=1)
     with pytest.raises(ValueError, match="mnist_digits: points must be at least 1, got 0"):
         ct.data.mnist_digits(points=0)

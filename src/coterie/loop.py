@@ -184,7 +184,8 @@ class Loop:
         bad = {*self.algorithm.labels(state)[lost].unique().tolist(), *self._not_finite(state)} - {-1}
         if not bad and not len(lost):
             return
-        whose = f"cluster {_names(bad)}" if bad else f"{len(lost)} clients"  # whose points may be of any cluster
+        # Where points are grouped, those of a client may be of any cluster.
+        whose = f"cluster {_names(bad)}" if bad else f"{len(lost)} of {len(report.clients)} clients"
         self._checkpoint(force=True)
         where = f"in {self.record.path}" if self.record else "in the error's .run"
         raise Diverged(

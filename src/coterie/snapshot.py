@@ -77,6 +77,8 @@ def load(path: Path, types: dict[str, type]) -> Any:
         return _unpack(plain, tensors, types)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise Damaged(f"{path.name} is damaged ({error})") from error
+    except TypeError as error:  # a state has other parts now
+        raise ValueError(f"{path} was made by another version of coterie, and cannot be gone on with") from error
 
 
 def named_tuples(algorithm: type) -> dict[str, type]:

@@ -133,7 +133,8 @@ class Task:
     def density(cls, module: nn.Module) -> Task:
         """Negative log-likelihood for a module that returns one log-likelihood per row; y plays no part in it.
 
-        A module may have a function `from_moments` and names of parameters in `location`: see the attributes.
+        A module may have a function `from_moments` and names of parameters in `location`: see the attributes. If it
+        takes only values of some range, as those of pixels, it says so in `between`.
         """
         task = cls.from_module(
             module,

@@ -27,6 +27,10 @@ SEEDS = 8  # random starts for the k-means of a client's points, beside the fart
 _SEEDS = 3  # stream under a client's key
 
 
+class TooFewCentres(ValueError):
+    """Clients found fewer centres than there are to be clusters."""
+
+
 class State(NamedTuple):
     """What k-FED knows."""
 
@@ -79,8 +83,8 @@ class KFED(PointAlgorithm):
         centres, sizes = reply.update["centres"].flatten(0, 1), reply.update["sizes"].flatten()
         real = sizes > 0
         if int(real.sum()) < self.k:
-            more = "; a larger local finds more" if self.local else ", for too many of their points are the same"
-            raise ValueError(f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together{more}")
+            how = "a larger local finds more" if self.local else "with local= they look for a given number"
+            raise TooFewCentres(f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; {how}")
         points = centres[real].cpu().double()
         found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
         near = torch.cdist(points, found).argmin(1)

@@ -68,7 +68,7 @@ def seeded(x: Tensor, mask: Tensor, uniform: Tensor) -> Tensor:
 def farthest(x: Tensor, mask: Tensor, k: int) -> Tensor:
     """Centres (k, d), each the real point that is farthest from those before it; the first, from the mean.
 
-    k-means++ seldom begins in a cluster of few points that are far from all others; this always does.
+    k-means++ seldom begins in a cluster of few points that are far from all others; this does.
     """
     centres, gap = [(mask @ x) / mask.sum()], None
     for _ in range(k):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, remembered
-from coterie.algorithms.kfed import KFED
+from coterie.algorithms.kfed import KFED, TooFewCentres
 from coterie.algorithms.shrinkage import Moments, constant_columns, covariances, narrow_columns
 from coterie.algorithms.starts import Given
 from coterie.client import ClientStep, Local, Reply, adam_update, each_model, each_start, local_update
@@ -36,6 +36,8 @@ log = logging.getLogger("coterie")
 SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
 PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried, where there is no closed form
 HELD_OUT = 0.2  # of the points, to choose between strengths, and between restarts
+FAR = 1e6  # as unlikely as a point can be, so that a model that has diverged leaves all sums finite
+RIDGE = 1e-3  # at least, of the models that judge: they see fewer points than the others
 NOISE = 0.01  # by which the models of a restart differ at first
 NAMED = 5  # constant columns that a message names
 _LABELS, _BATCHES, _MODELS, _HELD = 4, 5, 6, 7  # streams under a key
@@ -49,7 +51,7 @@ class State(NamedTuple):
     held: Moments | tuple[()]  # of the held-out ones among them, where restarts are compared
     sizes: Tensor  # |S_k| (r, k)
     moved: Tensor  # points that changed their cluster in the last assignment (r,)
-    quality: Tensor  # by which restarts are compared: how unlikely held-out points are (r,)
+    quality: Tensor  # by which restarts are compared: how unlikely held-out points are, or all if none is (r,)
     shrinks: Tensor  # restarts that shrink (r,)
     pull: Tensor  # how strongly, where there is no closed form (r,)
     clients: int
@@ -118,9 +120,7 @@ class UIFCA(PointAlgorithm):
         self._check(cohort)
         theta = self._drawn(task, key.fold(_MODELS))
         if self._by_kfed:
-            kfed = KFED(self.k)
-            state, _ = kfed.round(kfed.start(kfed.default_task(), cohort, key), cohort)
-            sent: dict[str, Any] = {"centres": kfed.models(state)}
+            sent = self._from_kfed(cohort, key)
         elif isinstance(self.init, str | Disturbed):
             sent = {}
         else:
@@ -134,6 +134,18 @@ class UIFCA(PointAlgorithm):
         if isinstance(state.moments, Moments):
             self._check_columns(state.moments, cohort)
         return state
+
+    def _from_kfed(self, cohort: Cohort, key: Key) -> dict[str, Any]:
+        """The centres of k-FED; none if it finds too few and there are restarts that do without."""
+        kfed = KFED(self.k)
+        try:
+            state, _ = kfed.round(kfed.start(kfed.default_task(), cohort, key), cohort)
+        except TooFewCentres as error:
+            if self.init == "kfed" or self.restarts == 1:
+                raise ValueError(f"UIFCA: init {self.init!r} begins with k-FED. {error}; or init='random'") from error
+            log.warning("%s; all restarts of UIFCA begin with a random assignment", error)
+            return {}
+        return {"centres": kfed.models(state)}
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
@@ -154,7 +166,7 @@ class UIFCA(PointAlgorithm):
                 label = each_start(lambda t: each_nearest(task, t, local.data), in_dims=(0,))(sent["theta"])
             elif isinstance(self.init, Disturbed):
                 label = torch.where(label < 0, local.data.y, label)
-            elif self._by_kfed:
+            elif "centres" in sent:
                 own = kfed.run(sent["centres"], local._replace(draws=local.draws["kfed"])).note["label"]
                 first = torch.arange(self.restarts, device=own.device)[:, None] < self._by_kfed
                 label = torch.where(first, own, label)
@@ -177,16 +189,15 @@ class UIFCA(PointAlgorithm):
         """
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            def one_start(theta: Params) -> tuple[Tensor, Tensor]:
-                losses = each_model(lambda t: task.loss(t, local.data))(theta)
-                losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
-                return losses.argmin(0), losses.amin(0) @ local.data.mask
+            def losses(theta: Params) -> Tensor:
+                return each_start(each_model(lambda t: task.loss(t, local.data)), in_dims=(0,))(theta)  # (r, k, n)
 
-            label, loss = each_start(one_start, in_dims=(0,))(sent["theta"])
+            found = losses(sent["theta"])
+            near = found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            label, loss = near.argmin(1), near.amin(1) @ local.data.mask
             before, unlikely = remembered(local.memory, len(local.data.mask)), torch.zeros_like(loss)
             if self._compares:
-                judges = tree_map(lambda x: x.flatten(0, 1), sent["judges"] or sent["theta"])
-                unlikely = _surprise(task, judges, sent["share"], local)
+                unlikely = _surprise(losses(sent["judges"]) if sent["judges"] else found, sent["share"], local)
             return self._counted(label, before, sent["about"], local, loss, unlikely)
 
         return ClientStep(run, (lambda n, key, when: {"held": _held(n, key)}) if self._compares else None)
@@ -228,7 +239,8 @@ class UIFCA(PointAlgorithm):
         """
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            update = _surprise(task, sent["theta"], sent["share"], local)
+            losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])
+            update = _surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
             return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
 
         return ClientStep(run, self.learn(task).draw)
@@ -281,7 +293,7 @@ class UIFCA(PointAlgorithm):
         """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
         own = self._members(label, local.data)
         moved = ((label != before) * local.data.mask).sum(1)
-        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "unlikely": unlikely}
+        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss, "unlikely": unlikely}
         if isinstance(about, Tensor):
             x = (local.data.x.flatten(1) - about).double()  # a covariance is a small difference of such sums
             update["all"] = _sums(own.double(), x)
@@ -311,7 +323,7 @@ class UIFCA(PointAlgorithm):
         """Algorithm 4 for all K models, in closed form or by averaging; and how strongly they were pulled together."""
         task = cohort.task
         if isinstance(state.moments, Moments) and task.from_moments is not None:
-            return self._fitted(state, state.moments, task.from_moments), state.pull
+            return self._fitted(state, state.moments, task.from_moments, self.ridge), state.pull
         begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
         begin = tree_map(lambda x: x.to(cohort.device), begin)
         if self._pulls(task) and bool(state.shrinks.any()):
@@ -369,12 +381,14 @@ class UIFCA(PointAlgorithm):
         if not (isinstance(state.moments, Moments) and isinstance(state.held, Moments) and task.from_moments):
             return {"judges": (), "share": state.sizes / state.sizes.sum(1, keepdim=True)}  # held out of all training
         seen = state.moments.less(state.held)
-        share = (seen.number / seen.number.sum(1, keepdim=True)).float()
-        return {"judges": self._fitted(state._replace(theta=theta), seen, task.from_moments), "share": share}
+        number = seen.number.where(seen.number > 1, 0.0)  # of one point there is no model that has not seen the others
+        share = (number / number.sum(1, keepdim=True).clamp(min=1)).float()
+        judges = self._fitted(state._replace(theta=theta), seen, task.from_moments, max(self.ridge, RIDGE))
+        return {"judges": judges, "share": share}
 
-    def _fitted(self, state: State, moments: Moments, fit: Callable[[Tensor, Tensor], Params]) -> Params:
+    def _fitted(self, state: State, moments: Moments, fit: Callable[[Tensor, Tensor], Params], ridge: float) -> Params:
         """The likeliest models; a cluster of one point or none keeps its old one."""
-        mean, covariance = covariances(moments, state.shrinks, self.ridge)
+        mean, covariance = covariances(moments, state.shrinks, ridge)
         enough = moments.number > 1
         covariance = _where(enough, covariance, torch.eye(mean.shape[-1]).to(mean).expand_as(covariance))
         try:
@@ -384,7 +398,7 @@ class UIFCA(PointAlgorithm):
         return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
 
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
-        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "unlikely")}
+        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "loss", "unlikely")}
         points = float(cohort.sizes.sum())
         settled = torch.zeros(self.restarts, dtype=torch.bool)
         if before and self.shrink:
@@ -395,7 +409,7 @@ class UIFCA(PointAlgorithm):
             held=self._moments(update.get("held"), about),
             sizes=found["sizes"],
             moved=found["moved"],
-            quality=found["unlikely"].nan_to_num(nan=torch.inf),
+            quality=found["unlikely" if bool(found["unlikely"].any()) else "loss"].nan_to_num(nan=torch.inf),
             shrinks=settled,
             pull=before.pull if before else torch.zeros(self.restarts),
             clients=cohort.population,
@@ -480,15 +494,14 @@ def _best(state: State) -> int:
 
 
 def _held(n: int, key: Key) -> Tensor:
-    """1 for a client's points that judge models and are not judged by them, the same in every round (n,)."""
+    """1 for a client's points that train no model by which they are judged, the same in every round (n,)."""
     return (torch.rand(n, generator=key.fold(_HELD).generator()) < HELD_OUT).long()
 
 
-def _surprise(task: Task, theta: Params, share: Tensor, local: Local) -> Tensor:
-    """How unlikely held-out points are under each mixture (m,), of models (m·k, …) with these shares (m, k)."""
-    losses = each_model(lambda t: task.loss(t, local.data))(theta)
-    each = share.log()[..., None] - losses.unflatten(0, share.shape)
-    unlikely = -each.logsumexp(1).nan_to_num(nan=-torch.inf)
+def _surprise(losses: Tensor, share: Tensor, local: Local) -> Tensor:
+    """How unlikely held-out points are under each mixture (m,), from its models' losses (m, k, n) and shares (m, k)."""
+    losses = losses.nan_to_num(nan=FAR, posinf=FAR, neginf=FAR).clamp(max=FAR)
+    unlikely = -(share.log()[..., None] - losses).logsumexp(1).clamp(min=-FAR)
     return torch.where(local.draws["held"] * local.data.mask > 0, unlikely, 0.0).sum(1)
 
 

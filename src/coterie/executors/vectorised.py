@@ -35,7 +35,7 @@ class Vectorised(Cohort):
 
     Clients are sorted by size, so that a small client is never padded to the length of a large one. How many go into
     a chunk follows from the free memory and from what one client was seen to need. Models that vmap cannot batch, or
-    only slows down, are done client by client. Every such choice is in the log; a single client is never batched.
+    only slows down, are done client by client. Every such choice is in the log; one of a kind is done so unasked.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -317,7 +317,7 @@ def _blank(rows: Sequence[Rows], names: Sequence[str]) -> Packed:
     offsets = torch.tensor([0, *(n for own in rows for n in own.sizes)]).cumsum(0)
     total = int(offsets[-1])
     x_type, y_type = TYPES[first.x_type], TYPES[first.y_type]
-    drawn = torch.randn(math.prod(first.x), generator=Key.of(0).generator()).reshape(first.x)
+    drawn = torch.rand(math.prod(first.x), generator=Key.of(0).generator()).reshape(first.x)
     x = drawn.to(x_type) if x_type.is_floating_point else torch.zeros(first.x, dtype=x_type)
     label = min(own.label for own in rows) if any(own.label < 0 for own in rows) else max(own.label for own in rows)
     y = torch.full(first.y, 0.0 if y_type.is_floating_point else label, dtype=y_type)
