@@ -20,7 +20,7 @@ from coterie.run import fit_on
 
 FLOW = ct.models.AffineFlow(6)
 # Without the closed form clients learn from the clusters that they remember of their points.
-ALGORITHM = ct.UIFCA(k=3, restarts=2, init="random", shrink=False, closed=False, tau=2, steps=3, lr=1e-2)
+ALGORITHM = ct.UIFCA(k=3, restarts=2, init="random", shrink=False, closed=False, tau=2, steps=3, lr=3e-3)
 ROUNDS = 5
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import coterie as ct
+from coterie.algorithms.held_out import held_out, surprise
 from coterie.algorithms.kfed import KFED
 from coterie.algorithms.kmeans import lloyd, seeded, spread
 from coterie.algorithms.shrinkage import Moments, covariances
-from coterie.algorithms.uifca import _held, _surprise
 from coterie.client import Local
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
@@ -105,8 +105,8 @@ def test_diverged_models_and_points_that_are_not_held_out():
     held = torch.tensor([1, 0, 1])
     local = Local(rows(torch.zeros(3, 2)), {"held": held}, ())
     losses = torch.tensor([[[1.0, 9.0, 3.0], [torch.nan, torch.inf, -torch.inf]]])
-    assert float(_surprise(losses, torch.tensor([[1.0, 0.0]]), local)) == 4.0
-    assert torch.isfinite(_surprise(losses, torch.tensor([[0.0, 0.0]]), local)).all()
+    assert float(surprise(losses, torch.tensor([[1.0, 0.0]]), local)) == 4.0
+    assert torch.isfinite(surprise(losses, torch.tensor([[0.0, 0.0]]), local)).all()
 
 
 def test_without_a_ridge_several_restarts_do_as_one_does():
@@ -116,7 +116,7 @@ def test_without_a_ridge_several_restarts_do_as_one_does():
 
 
 def test_if_no_point_is_held_out_all_judge(monkeypatch):
-    monkeypatch.setattr("coterie.algorithms.uifca.HELD_OUT", 0.0)
+    monkeypatch.setattr("coterie.algorithms.held_out.HELD_OUT", 0.0)
     tiny = Federation.from_clients([(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(2))])
     run = ct.fit(ct.UIFCA(k=1, init="random", restarts=2), flow(2), tiny, rounds=1)
     assert not run.state.held.number.any() and run.state.quality.all()
@@ -156,7 +156,7 @@ def test_kfed_finds_clusters_of_few_points(seed):
 
 
 def test_small_clients_hold_points_out_too():
-    few = [int(_held(4, Key.of(i)).sum()) for i in range(500)]
+    few = [int(held_out(4, Key.of(i)).sum()) for i in range(500)]
     assert 0.15 < np.mean(few) / 4 < 0.25
 
 

@@ -55,26 +55,6 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
     return mean + moments.about.to(mean), chosen + thickened[..., None, :, :]
 
 
-def constant_columns(moments: Moments) -> list[int]:
-    """The columns in which all points of all clusters (k, …) have one value."""
-    second, variance = _columns(moments)
-    # Sums are about the mean, which is rounded: such a column has a square all the same, but next to no variance.
-    return (variance <= 1e-9 * second).nonzero().flatten().tolist()
-
-
-def narrow_columns(moments: Moments, ridge: float) -> list[int]:
-    """The columns whose variance over all points is less than the ridge that is added to it."""
-    _, variance = _columns(moments)
-    return (variance < ridge * variance.mean()).nonzero().flatten().tolist()
-
-
-def _columns(moments: Moments) -> tuple[Tensor, Tensor]:
-    """The mean square and the variance of every column over the points of all clusters (k, …)."""
-    points = moments.number.sum()
-    first, second = moments.first.sum(0) / points, moments.second.sum(0).diagonal() / points
-    return second, second - first.square()
-
-
 def _shrunk(own: Tensor, target: Tensor, count: Tensor) -> Tensor:
     """(1 - λ)S + λT; the expected squared error of S is that for Gaussian points, which S itself tells."""
     error = (_trace(own).square() + own.square().sum((-2, -1))) / count

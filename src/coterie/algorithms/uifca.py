@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import PointAlgorithm, Report, each_nearest, remembered
+from coterie.algorithms.columns import check_columns
+from coterie.algorithms.held_out import held_out, surprise
 from coterie.algorithms.kfed import KFED, TooFewCentres
-from coterie.algorithms.shrinkage import Moments, constant_columns, covariances, narrow_columns
+from coterie.algorithms.shrinkage import Moments, covariances
 from coterie.algorithms.starts import Given
 from coterie.client import ClientStep, Local, Reply, adam_update, each_model, each_start, local_update
 from coterie.cohort import Cohort, slot_mean
@@ -35,12 +37,9 @@ log = logging.getLogger("coterie")
 
 SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
 PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried, where there is no closed form
-HELD_OUT = 0.2  # of the points, to choose between strengths, and between restarts
-FAR = 1e6  # as unlikely as a point can be, so that a model that has diverged leaves all sums finite
 RIDGE = 1e-3  # at least, of the models that judge: they see fewer points than the others
 NOISE = 0.01  # by which the models of a restart differ at first
-NAMED = 5  # constant columns that a message names
-_LABELS, _BATCHES, _MODELS, _HELD = 4, 5, 6, 7  # streams under a key
+_LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
 
 
 class State(NamedTuple):
@@ -132,7 +131,8 @@ class UIFCA(PointAlgorithm):
         theta = tree_map(lambda x: x.to(cohort.device), theta)
         state = self._after(theta, sums.update, sent["about"], cohort, None)
         if isinstance(state.moments, Moments):
-            self._check_columns(state.moments, cohort)
+            number, first, second, about = state.moments
+            check_columns(Moments(number[0], first[0], second[0], about), self.ridge, told=cohort.leads)
         return state
 
     def _from_kfed(self, cohort: Cohort, key: Key) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class UIFCA(PointAlgorithm):
             label = torch.randint(self.k, (self.restarts, n), generator=g)
             if isinstance(self.init, Disturbed):
                 label = label.where(torch.rand(self.restarts, n, generator=g) < self.init.share, -1)
-            return {"label": label, "kfed": kfed.draw(n, key, when) if kfed.draw else {}, "held": _held(n, key)}
+            return {"label": label, "kfed": kfed.draw(n, key, when) if kfed.draw else {}, "held": held_out(n, key)}
 
         return ClientStep(run, draw)
 
@@ -197,10 +197,10 @@ class UIFCA(PointAlgorithm):
             label, loss = near.argmin(1), near.amin(1) @ local.data.mask
             before, unlikely = remembered(local.memory, len(local.data.mask)), torch.zeros_like(loss)
             if self._compares:
-                unlikely = _surprise(losses(sent["judges"]) if sent["judges"] else found, sent["share"], local)
+                unlikely = surprise(losses(sent["judges"]) if sent["judges"] else found, sent["share"], local)
             return self._counted(label, before, sent["about"], local, loss, unlikely)
 
-        return ClientStep(run, (lambda n, key, when: {"held": _held(n, key)}) if self._compares else None)
+        return ClientStep(run, (lambda n, key, when: {"held": held_out(n, key)}) if self._compares else None)
 
     def learn(self, task: Task) -> ClientStep:
         """Algorithm 5 for all models that are sent (r·c·k, …), each on the points that are assigned to it.
@@ -228,19 +228,16 @@ class UIFCA(PointAlgorithm):
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             rank = torch.randperm(n, generator=key.fold(_BATCHES, *when).generator())
-            return {"held": _held(n, key), "rank": rank}
+            return {"held": held_out(n, key), "rank": rank}
 
         return ClientStep(run, draw, many=True)
 
     def judge(self, task: Task) -> ClientStep:
-        """How likely held-out points are under the mixture of each candidate's models (r·c).
-
-        Not under the models that they are assigned to: those who assigned them would be preferred.
-        """
+        """How unlikely held-out points are under the mixture of each candidate's models (r·c)."""
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])
-            update = _surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
+            update = surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
             return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
 
         return ClientStep(run, self.learn(task).draw)
@@ -370,8 +367,8 @@ class UIFCA(PointAlgorithm):
         sizes = state.sizes.repeat_interleave(count, 0)
         theta = self.averaged(tree_map(lambda x: x.repeat_interleave(count, 0), begin), pulls, sizes, cohort)
         sent = {"theta": tree_map(lambda x: x.flatten(0, 1), theta), "share": sizes / sizes.sum(1, keepdim=True)}
-        surprise = cohort.combine(self.judge, sent).update[0].cpu()
-        best = torch.where(state.shrinks, surprise.reshape(self.restarts, count).argmin(1), 0)
+        unlikely = cohort.combine(self.judge, sent).update[0].cpu()
+        best = torch.where(state.shrinks, unlikely.reshape(self.restarts, count).argmin(1), 0)
         return take(theta, best + count * torch.arange(self.restarts)), torch.tensor(PULLS)[best]
 
     def _judges(self, state: State, theta: Params, task: Task) -> dict[str, Any]:
@@ -459,26 +456,6 @@ class UIFCA(PointAlgorithm):
         if self.k > (points := int(cohort.sizes.sum())):
             raise ValueError(f"UIFCA: k must be at most the number of points of all clients, {points}, got {self.k}")
 
-    def _check_columns(self, moments: Moments, cohort: Cohort) -> None:
-        """Name the columns whose variance is mostly the ridge; refuse constant ones where there is none."""
-        every = Moments(moments.number[0], moments.first[0], moments.second[0], moments.about)
-        columns = constant_columns(every)
-        thin = [j for j in narrow_columns(every, self.ridge) if j not in columns]
-        if thin and cohort.leads:
-            log.warning(
-                "UIFCA: %s narrower than the ridge of %g of the mean variance, and will count for little; "
-                "columns of one scale, or a smaller ridge, would let them count", _named(thin), self.ridge,
-            )  # fmt: skip
-        if not columns:
-            return
-        told = f"UIFCA: {_named(columns)} constant over all points"
-        if len(columns) == moments.first.shape[-1]:
-            raise ValueError(f"{told}: all points are the same")
-        if self.ridge == 0:
-            raise ValueError(f"{told}, so that without a ridge there is no density; leave it out, or set ridge above 0")
-        if cohort.leads:
-            log.warning("%s; a ridge of %g of the mean variance keeps the density finite", told, self.ridge)
-
     def _singular(self, state: State, covariance: Tensor) -> str:
         """What to tell if a covariance has no inverse."""
         r, j = (torch.linalg.cholesky_ex(covariance).info > 0).nonzero()[0].tolist()
@@ -493,18 +470,6 @@ def _best(state: State) -> int:
     return int(state.quality.argmin())
 
 
-def _held(n: int, key: Key) -> Tensor:
-    """1 for a client's points that train no model by which they are judged, the same in every round (n,)."""
-    return (torch.rand(n, generator=key.fold(_HELD).generator()) < HELD_OUT).long()
-
-
-def _surprise(losses: Tensor, share: Tensor, local: Local) -> Tensor:
-    """How unlikely held-out points are under each mixture (m,), from its models' losses (m, k, n) and shares (m, k)."""
-    losses = losses.nan_to_num(nan=FAR, posinf=FAR, neginf=FAR).clamp(max=FAR)
-    unlikely = -(share.log()[..., None] - losses).logsumexp(1).clamp(min=-FAR)
-    return torch.where(local.draws["held"] * local.data.mask > 0, unlikely, 0.0).sum(1)
-
-
 def _sums(own: Tensor, x: Tensor) -> dict[str, Any]:
     """How many points of x (n, d) are in every cluster, where `own` (r, k, n) is 1, and their moments."""
     left = own.flatten(0, 1).T[:, :, None] * x[:, None]  # (n, r·k, d)
@@ -513,12 +478,3 @@ def _sums(own: Tensor, x: Tensor) -> dict[str, Any]:
 
 def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(which.to(old.device).reshape(*which.shape, *[1] * (old.dim() - which.dim())), new, old)
-
-
-def _named(columns: list[int]) -> str:
-    """Columns and their verb, for a message: at most the first few by number."""
-    if len(columns) == 1:
-        return f"column {columns[0]} is"
-    first = ", ".join(str(j) for j in columns[:NAMED])
-    more = f" and {len(columns) - NAMED} more" if len(columns) > NAMED else ""
-    return f"columns {first}{more} are"
