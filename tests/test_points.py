@@ -74,6 +74,14 @@ def test_of_several_restarts_the_one_that_overfits_most_is_not_kept(seed):
     assert run.purity > bayes - 0.015
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_without_shrinking_held_out_points_prefer_a_wrong_restart(seed):
+    """A limit that is known: the docs tell of it."""
+    federation, _ = two_gaussians(800, seed)
+    run = ct.fit(ct.UIFCA(k=2, shrink=False), flow(), federation, rounds=30, seed=seed, evaluations=1)
+    assert run.purity < 0.6
+
+
 def test_restarts_are_judged_by_models_that_have_not_seen_the_points():
     x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
     federation = Federation.from_clients([(x, torch.zeros(60, dtype=torch.long))])

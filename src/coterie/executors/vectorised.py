@@ -110,7 +110,7 @@ class Vectorised(Cohort):
                 self.ledger.memory[i] = take(memory, position)
 
     def _chunk(self, name: str, bucket: Tensor, together: Work, cached: int, alone: Work | None, timed: bool) -> int:
-        """Clients per chunk for this step and client size; 0 to do them one by one, as a single one always is."""
+        """Clients per chunk for this step and client size; 0 to do them one by one."""
         if alone is not None and len(bucket) == 1 and (timed or len(self) == 1):
             return 0
         label = f"{name} on up to {size_class(int(self.sizes[bucket].max()))} {self.part} rows"
