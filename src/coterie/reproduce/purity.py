@@ -52,7 +52,8 @@ def purities(spec: dict[str, Any], panel: dict[str, Any], method: dict[str, Any]
     algorithm = build_algorithm({**method["algorithm"], "k": panel.get("clusters", panel.get("k"))})
     task = None if method["algorithm"]["name"] == "kfed" else build_task(method.get("task") or spec["task"])
     found = []
-    for values in itertools.product(panel.get("seeds", spec["seeds"]), *over.values()):
+    seeds = method.get("seeds", panel.get("seeds", spec["seeds"]))
+    for values in itertools.product(seeds, *over.values()):
         seed, chosen = values[0], dict(zip(over, values[1:], strict=True))
         federation = seeded({**data, **chosen}, seed, p=p)
         rounds = method.get("rounds", spec["rounds"])
