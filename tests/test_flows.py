@@ -177,6 +177,5 @@ def test_held_out_points_choose_how_strongly(make, strong):
     size = {"separation": 1.0} if strong else {"subspace": 8}
     state, cohort = started(make(k=2, points=200, d=16, **size), algorithm, 16)
     assert (
-        float(algorithm.chosen(state.theta, state._replace(shrinks=torch.tensor([True])), cohort)[1])
-        == max(uifca.PULLS)
+        float(algorithm.chosen(state._replace(shrinks=torch.tensor([True])), cohort)[1]) == max(uifca.PULLS)
     ) is strong

@@ -199,7 +199,7 @@ def test_shrinkage_is_that_of_ledoit_and_wolf():
     mix = torch.tensor([[3.0, 2, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]])
     x = torch.randn(200, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) @ mix.double()
     moments = Moments(torch.tensor([200.0]), x.sum(0)[None], (x.T @ x)[None], torch.zeros(5))
-    plain, shrunk = (covariances(moments, torch.tensor(s), 0.0)[1][0] for s in (False, True))
+    plain, shrunk = (covariances(moments, torch.tensor(s), 0.0)[1][0] for s in (0.0, 1.0))
     sample = torch.cov(x.T, correction=0)
     assert torch.allclose(plain, sample)
     by = sample.diagonal().sqrt()[:, None] * sample.diagonal().sqrt()

@@ -30,13 +30,18 @@ class Moments(NamedTuple):
         """The sums without those over a part of the points."""
         return Moments(self.number - part.number, self.first - part.first, self.second - part.second, self.about)
 
+    def each(self, times: int) -> Moments:
+        """The sums of each restart so many times."""
+        number, first, second = (x.repeat_interleave(times, 0) for x in self[:3])
+        return Moments(number, first, second, self.about)
 
-def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+
+def covariances(moments: Moments, pull: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     """Means (…, k, d) and covariances (…, k, d, d).
 
     Args:
         moments: The sums.
-        shrinks: Where to shrink (…).
+        pull: The part of λ that is taken (…): 0 does not shrink.
         ridge: Added to all variances, as a part of their mean.
     """
     count = moments.number.clamp(min=1)[..., None]
@@ -49,7 +54,7 @@ def covariances(moments: Moments, shrinks: Tensor, ridge: float) -> tuple[Tensor
     by = scale[..., :, None] * scale[..., None, :]
     target = _shrunk(common / by, torch.diag_embed((common / by).diagonal(dim1=-2, dim2=-1)), points)
     shrunk = _shrunk(own / by[..., None, :, :], target[..., None, :, :].expand_as(own), moments.number.clamp(min=1))
-    chosen = torch.where(shrinks.to(own.device)[..., None, None, None], shrunk * by[..., None, :, :], own)
+    chosen = torch.lerp(own, shrunk * by[..., None, :, :], pull.to(own)[..., None, None, None])
     unit = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
     thickened = ridge * _trace(common)[..., None, None] / own.shape[-1] * unit
     return mean + moments.about.to(mean), chosen + thickened[..., None, :, :]

@@ -5,7 +5,7 @@ Efficient Clustering Frameworks for Federated Learning Systems
 
 Line numbers in the comments are those of Algorithm 3 unless they say otherwise. A round here is a cluster round. Points
 that are wrongly assigned hold on to their cluster if its model has overfitted them, which the report leaves as an open
-problem (Section 4.3); `shrinkage.py` is our answer in closed form, and `UIFCA.chosen` for other models.
+problem (Section 4.3); our answer is to shrink, as strongly as `UIFCA.chosen` finds best.
 
 Throughout, r is the restarts that run side by side, k the clusters, n the points of a client, d their dimensions.
 """
@@ -13,7 +13,7 @@ Throughout, r is the restarts that run side by side, k the clusters, n the point
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -35,8 +35,8 @@ from coterie.tree import Outer, Params, stack, take, tree_map
 
 log = logging.getLogger("coterie")
 
-SETTLED = 0.05  # the share of points that change their cluster below which a restart begins to shrink
-PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried, where there is no closed form
+SETTLED = 0.02  # the share of points that change their cluster below which a restart begins to shrink
+PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried
 RIDGE = 1e-3  # at least, of the models that judge: they see fewer points than the others
 NOISE = 0.01  # by which the models of a restart differ at first
 _LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
@@ -47,12 +47,13 @@ class State(NamedTuple):
 
     theta: Params  # θ_k of every restart (r, k, …)
     moments: Moments | tuple[()]  # of the points assigned to each cluster, where models have a closed form
-    held: Moments | tuple[()]  # of the held-out ones among them, where restarts are compared
+    held: Moments | tuple[()]  # of the held-out ones among them, if they are to judge
     sizes: Tensor  # |S_k| (r, k)
     moved: Tensor  # points that changed their cluster in the last assignment (r,)
     quality: Tensor  # by which restarts are compared: how unlikely held-out points are, or all if none is (r,)
-    shrinks: Tensor  # restarts that shrink (r,)
-    pull: Tensor  # how strongly, where there is no closed form (r,)
+    shrinks: Tensor  # restarts in which it is weighed whether to shrink (r,)
+    weighed: Tensor  # those in which it was (r,)
+    pull: Tensor  # how strongly they were shrunk (r,)
     clients: int
     round: int
 
@@ -79,8 +80,8 @@ class UIFCA(PointAlgorithm):
         restarts: Assignments that are run side by side; kept is the one under whose mixture of models held-out points
             are likeliest. The likelihood of the points that models were fitted to would prefer what overfits most.
         shrink: Whether, once few points move, each model is shrunk towards what the clusters have in common, by as
-            much as it is likely to have overfitted: in closed form, or, for a model that names its `location`, by
-            as much as makes held-out points likeliest.
+            much as it is likely to have overfitted, if this makes held-out points likelier. It needs a closed form, or
+            a model that names its `location`.
         ridge: Added to variances, as a part of the mean one.
         tau: τ, communication rounds of a cluster round, for models without a closed form.
         steps: M, gradient steps of a client in a communication round.
@@ -149,11 +150,11 @@ class UIFCA(PointAlgorithm):
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
-        theta, pull = self._learnt(state, cohort)  # line 5
+        theta, pull, unlikely = self.chosen(state, cohort)  # line 5
         about = state.moments.about if isinstance(state.moments, Moments) else ()
-        judges = self._judges(state, theta, cohort.task)
-        sums = cohort.combine(self.reassign, {"theta": theta, "about": about, **judges})  # line 7
-        after = self._after(theta, sums.update, about, cohort, state._replace(pull=pull))
+        sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
+        before = state._replace(pull=pull, quality=unlikely, weighed=state.shrinks)
+        after = self._after(theta, sums.update, about, cohort, before)
         return after, Report(cohort.clients, sums.note["loss"][:, _best(after)])
 
     def begin(self, task: Task) -> ClientStep:
@@ -171,7 +172,7 @@ class UIFCA(PointAlgorithm):
                 first = torch.arange(self.restarts, device=own.device)[:, None] < self._by_kfed
                 label = torch.where(first, own, label)
             nothing = local.data.mask.new_zeros(self.restarts)
-            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing, nothing)
+            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             g = key.fold(_LABELS).generator()
@@ -183,31 +184,24 @@ class UIFCA(PointAlgorithm):
         return ClientStep(run, draw)
 
     def reassign(self, task: Task) -> ClientStep:
-        """Line 7 at one client: every point to the model under which it is likeliest.
-
-        And, if restarts are compared, how unlikely held-out points are under models that have not seen them.
-        """
+        """Line 7 at one client: every point to the model under which it is likeliest."""
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            def losses(theta: Params) -> Tensor:
-                return each_start(each_model(lambda t: task.loss(t, local.data)), in_dims=(0,))(theta)  # (r, k, n)
-
-            found = losses(sent["theta"])
-            near = found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            losses = each_start(each_model(lambda t: task.loss(t, local.data)), in_dims=(0,))(
+                sent["theta"]
+            )  # (r, k, n)
+            near = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
             label, loss = near.argmin(1), near.amin(1) @ local.data.mask
-            before, unlikely = remembered(local.memory, len(local.data.mask)), torch.zeros_like(loss)
-            if self._compares:
-                unlikely = surprise(losses(sent["judges"]) if sent["judges"] else found, sent["share"], local)
-            return self._counted(label, before, sent["about"], local, loss, unlikely)
+            return self._counted(label, remembered(local.memory, len(local.data.mask)), sent["about"], local, loss)
 
-        return ClientStep(run, (lambda n, key, when: {"held": held_out(n, key)}) if self._compares else None)
+        return ClientStep(run, _held)
 
     def learn(self, task: Task) -> ClientStep:
         """Algorithm 5 for all models that are sent (r·c·k, …), each on the points that are assigned to it.
 
         For every restart there may be several candidates, c, for its k models.
         """
-        holds = self._pulls(task) or self._compares
+        holds = self._weighs(task) or self._compares
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             own = self._members(remembered(local.memory, len(local.data.mask)), local.data)
@@ -233,14 +227,14 @@ class UIFCA(PointAlgorithm):
         return ClientStep(run, draw, many=True)
 
     def judge(self, task: Task) -> ClientStep:
-        """How unlikely held-out points are under the mixture of each candidate's models (r·c)."""
+        """How unlikely held-out points are under the mixture of each candidate's models (r·c,)."""
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])
             update = surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
             return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), {}, local.memory)
 
-        return ClientStep(run, self.learn(task).draw)
+        return ClientStep(run, _held)
 
     def points(self, task: Task) -> ClientStep:
         """Line 7 alone, for the models of one restart."""
@@ -279,22 +273,20 @@ class UIFCA(PointAlgorithm):
         return int(after.moved[_best(after)])
 
     def done(self, state: State) -> bool:
-        """Once no point moves in any restart, and all have shrunk if they are to."""
-        return state.round > 0 and bool((state.moved == 0).all()) and (bool(state.shrinks.all()) or not self.shrink)
+        """Once no point moves in any restart, and in all it was weighed whether to shrink."""
+        return state.round > 0 and bool((state.moved == 0).all()) and (bool(state.weighed.all()) or not self.shrink)
 
     # --- what a client does --------------------------------------------------------------------------------------
 
-    def _counted(
-        self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor, unlikely: Tensor
-    ) -> Reply:
+    def _counted(self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
         """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
         own = self._members(label, local.data)
         moved = ((label != before) * local.data.mask).sum(1)
-        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss, "unlikely": unlikely}
+        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss}
         if isinstance(about, Tensor):
             x = (local.data.x.flatten(1) - about).double()  # a covariance is a small difference of such sums
             update["all"] = _sums(own.double(), x)
-            if self._compares:
+            if self._compares or self.shrink:
                 update["held"] = _sums((own * local.draws["held"]).double(), x)
         note = {"loss": loss / local.data.mask.sum()}
         return Reply(update, torch.ones(()), torch.zeros((), dtype=torch.long), note, label)
@@ -316,17 +308,50 @@ class UIFCA(PointAlgorithm):
 
     # --- what the server does ------------------------------------------------------------------------------------
 
-    def _learnt(self, state: State, cohort: Cohort) -> tuple[Params, Tensor]:
-        """Algorithm 4 for all K models, in closed form or by averaging; and how strongly they were pulled together."""
+    def chosen(self, state: State, cohort: Cohort) -> tuple[Params, Tensor, Tensor]:
+        """Algorithm 4 for the K models of every restart, shrunk as strongly as makes held-out points likeliest.
+
+        Held-out points train no model that they judge: one that had seen them would pass for a good one. Restarts that
+        do not shrink yet are left alone.
+
+        Returns:
+            The models, how strongly they were shrunk (r,), and, if it was asked, how unlikely held-out points are (r,).
+        """
         task = cohort.task
-        if isinstance(state.moments, Moments) and task.from_moments is not None:
-            return self._fitted(state, state.moments, task.from_moments, self.ridge), state.pull
-        begin = self._drawn(task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
-        begin = tree_map(lambda x: x.to(cohort.device), begin)
-        if self._pulls(task) and bool(state.shrinks.any()):
-            return self.chosen(begin, state, cohort)
-        alone = torch.zeros(self.restarts)
-        return self.averaged(begin, alone, state.sizes, cohort), alone
+        pulls = torch.tensor(PULLS if self._weighs(task) and bool(state.shrinks.any()) else PULLS[:1])
+        asked = self._compares or len(pulls) > 1
+        tried, share = {}, state.sizes
+        if not isinstance(state.moments, Moments):
+            tried, share = self._trained(state, pulls, cohort)
+        elif asked:
+            tried, share = self._unseen(state, pulls, task)
+        unlikely = torch.zeros(self.restarts, len(pulls))
+        if asked:
+            sent = {"theta": tree_map(lambda x: x.flatten(0, 1), tried), "share": share}
+            unlikely = cohort.combine(self.judge, sent).update[0].cpu().reshape(unlikely.shape)
+        best = torch.where(state.shrinks, unlikely.argmin(1), 0)
+        if isinstance(state.moments, Moments):
+            theta = self._fitted(state, state.moments, pulls[best], task, self.ridge)
+        else:
+            theta = take(tried, best + len(pulls) * torch.arange(self.restarts))
+        return theta, pulls[best], unlikely.gather(1, best[:, None])[:, 0]
+
+    def _trained(self, state: State, pulls: Tensor, cohort: Cohort) -> tuple[Params, Tensor]:
+        """Models for every restart and strength (r·c, k, …), by averaging; and their shares of the mixture."""
+        begin = self._drawn(cohort.task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
+        begin = tree_map(lambda x: x.to(cohort.device).repeat_interleave(len(pulls), 0), begin)
+        sizes = state.sizes.repeat_interleave(len(pulls), 0)
+        theta = self.averaged(begin, pulls.repeat(self.restarts), sizes, cohort)
+        return theta, sizes / sizes.sum(1, keepdim=True)
+
+    def _unseen(self, state: State, pulls: Tensor, task: Task) -> tuple[Params, Tensor]:
+        """The same in closed form, of sums without the held-out points."""
+        assert isinstance(state.moments, Moments) and isinstance(state.held, Moments)
+        seen = state.moments.less(state.held).each(len(pulls))
+        number = seen.number.where(seen.number > 1, 0.0)  # of one point there is no model that has not seen the others
+        old = state._replace(theta=tree_map(lambda x: x.repeat_interleave(len(pulls), 0), state.theta))
+        theta = self._fitted(old, seen, pulls.repeat(self.restarts), task, max(self.ridge, RIDGE))
+        return theta, (number / number.sum(1, keepdim=True).clamp(min=1)).float()
 
     def averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort) -> Params:
         """τ rounds of averaging for models (r, k, …), each restart's pulled together as strongly as `pull` says (r,).
@@ -356,48 +381,24 @@ class UIFCA(PointAlgorithm):
 
         return {name: x if name in task.location else nearer(x) for name, x in theta.items()}
 
-    def chosen(self, begin: Params, state: State, cohort: Cohort) -> tuple[Params, Tensor]:
-        """Every restart's models, pulled together as strongly as makes held-out points likeliest; and how strongly.
-
-        Held-out points never train a model: one that had seen them would pass for a good one. Restarts that do not
-        shrink yet are left alone.
-        """
-        count = len(PULLS)
-        pulls = torch.tensor(PULLS).repeat(self.restarts)
-        sizes = state.sizes.repeat_interleave(count, 0)
-        theta = self.averaged(tree_map(lambda x: x.repeat_interleave(count, 0), begin), pulls, sizes, cohort)
-        sent = {"theta": tree_map(lambda x: x.flatten(0, 1), theta), "share": sizes / sizes.sum(1, keepdim=True)}
-        unlikely = cohort.combine(self.judge, sent).update[0].cpu()
-        best = torch.where(state.shrinks, unlikely.reshape(self.restarts, count).argmin(1), 0)
-        return take(theta, best + count * torch.arange(self.restarts)), torch.tensor(PULLS)[best]
-
-    def _judges(self, state: State, theta: Params, task: Task) -> dict[str, Any]:
-        """Models that have not seen the held-out points, if those are others; and their shares of the mixture."""
-        if not self._compares:
-            return {}
-        if not (isinstance(state.moments, Moments) and isinstance(state.held, Moments) and task.from_moments):
-            return {"judges": (), "share": state.sizes / state.sizes.sum(1, keepdim=True)}  # held out of all training
-        seen = state.moments.less(state.held)
-        number = seen.number.where(seen.number > 1, 0.0)  # of one point there is no model that has not seen the others
-        share = (number / number.sum(1, keepdim=True).clamp(min=1)).float()
-        judges = self._fitted(state._replace(theta=theta), seen, task.from_moments, max(self.ridge, RIDGE))
-        return {"judges": judges, "share": share}
-
-    def _fitted(self, state: State, moments: Moments, fit: Callable[[Tensor, Tensor], Params], ridge: float) -> Params:
+    def _fitted(self, state: State, moments: Moments, pull: Tensor, task: Task, ridge: float) -> Params:
         """The likeliest models; a cluster of one point or none keeps its old one."""
-        mean, covariance = covariances(moments, state.shrinks, ridge)
+        assert task.from_moments is not None
+        mean, covariance = covariances(moments, pull, ridge)
         enough = moments.number > 1
         covariance = _where(enough, covariance, torch.eye(mean.shape[-1]).to(mean).expand_as(covariance))
         try:
-            found = fit(mean, covariance)
+            found = task.from_moments(mean, covariance)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-            raise ValueError(self._singular(state, covariance)) from None
+            raise ValueError(self._singular(state, moments, covariance)) from None
         return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
 
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
-        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "loss", "unlikely")}
+        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "loss")}
         points = float(cohort.sizes.sum())
-        settled = torch.zeros(self.restarts, dtype=torch.bool)
+        settled, quality = torch.zeros(self.restarts, dtype=torch.bool), found["loss"]
+        if before and bool(before.quality.any()):
+            quality = before.quality
         if before and self.shrink:
             settled = before.shrinks | (found["moved"] <= SETTLED * points)
         return State(
@@ -406,8 +407,9 @@ class UIFCA(PointAlgorithm):
             held=self._moments(update.get("held"), about),
             sizes=found["sizes"],
             moved=found["moved"],
-            quality=found["unlikely" if bool(found["unlikely"].any()) else "loss"].nan_to_num(nan=torch.inf),
+            quality=quality.nan_to_num(nan=torch.inf),
             shrinks=settled,
+            weighed=before.weighed if before else torch.zeros_like(settled),
             pull=before.pull if before else torch.zeros(self.restarts),
             clients=cohort.population,
             round=before.round + 1 if before else 0,
@@ -435,9 +437,9 @@ class UIFCA(PointAlgorithm):
         sums = cohort.combine(self.total, ())
         return (sums.update[0] / sums.weight[0]).detach()
 
-    def _pulls(self, task: Task) -> bool:
-        """Whether models are to be pulled together, and some points held out to tell how strongly."""
-        return self.shrink and bool(task.location) and not self._has_closed_form(task)
+    def _weighs(self, task: Task) -> bool:
+        """Whether models may be shrunk, and some points are held out to tell how strongly."""
+        return self.shrink and (bool(task.location) or self._has_closed_form(task))
 
     def _has_closed_form(self, task: Task) -> bool:
         return self.closed and task.from_moments is not None
@@ -456,11 +458,11 @@ class UIFCA(PointAlgorithm):
         if self.k > (points := int(cohort.sizes.sum())):
             raise ValueError(f"UIFCA: k must be at most the number of points of all clients, {points}, got {self.k}")
 
-    def _singular(self, state: State, covariance: Tensor) -> str:
+    def _singular(self, state: State, moments: Moments, covariance: Tensor) -> str:
         """What to tell if a covariance has no inverse."""
         r, j = (torch.linalg.cholesky_ex(covariance).info > 0).nonzero()[0].tolist()
         return (
-            f"UIFCA: round {state.round + 1}: the covariance of cluster {j} ({int(state.sizes[r, j])} points in "
+            f"UIFCA: round {state.round + 1}: the covariance of cluster {j} ({int(moments.number[r, j])} points in "
             f"{covariance.shape[-1]} dimensions) is singular with a ridge of {self.ridge:g}; a larger one helps"
         )
 
@@ -468,6 +470,11 @@ class UIFCA(PointAlgorithm):
 def _best(state: State) -> int:
     """The restart under which held-out points are likeliest."""
     return int(state.quality.argmin())
+
+
+def _held(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
+    """What a step draws that needs nothing but to know which points are held out."""
+    return {"held": held_out(n, key)}
 
 
 def _sums(own: Tensor, x: Tensor) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _iteration(spec: dict[str, Any], m: int, seed: int, device: str) -> dict[str
         cohort, pull = everybody(task, points, seed, device), torch.zeros(1)
         state = next(states_of(algorithm, cohort, 0, seed))
         if algorithm.shrink:
-            pull = algorithm.chosen(state.theta, state._replace(shrinks=torch.ones(1, dtype=torch.bool)), cohort)[1]
+            pull = algorithm.chosen(state._replace(shrinks=torch.ones(1, dtype=torch.bool)), cohort)[1]
         return {"pull": float(pull), **_epochs(algorithm, state, pull, cohort)}
 
     return {"plain": seen(replace(algorithm, shrink=False)), "shrunk": seen(algorithm)}
