@@ -119,7 +119,7 @@ class KFED(PointAlgorithm):
         x, d = data.x.reshape(len(data.x), -1), state.centres.shape[1]
         if x.shape[1] != d:
             raise ValueError(f"KFED: its centres have {d} values, but rows are of shape {tuple(data.x.shape[1:])}")
-        return distances(x, state.centres).argmin(1)
+        return distances(x.to(state.centres), state.centres).argmin(1)
 
     def models(self, state: State) -> Params:
         """The centres."""
@@ -132,6 +132,8 @@ class KFED(PointAlgorithm):
     def _own(self, local: Local) -> tuple[Tensor, Tensor, Tensor]:
         """A client's centres (k, d), their points (k,), and the mean squared distance to them."""
         x, mask = local.data.x.flatten(1), local.data.mask
+        mean = mask @ x / mask.sum()
+        x = x - mean  # see `distances`
         most = self._numbers()[-1]
         starts = torch.cat([seeded(x, mask, local.draws["uniform"][:, :most]), farthest(x, mask, most)[None]])
         tried = [self._clustered(x, mask, starts[:, :n]) for n in self._numbers()]
@@ -141,11 +143,12 @@ class KFED(PointAlgorithm):
         unlike = rows * x.shape[1] / 2 * (spreads / x.shape[1]).clamp(min=1e-12).log()
         bic = unlike + parameters * rows.log()  # twice the usual price, for centres are where they explain most
         best = bic.masked_fill(torch.tensor(self._numbers(), device=x.device) > rows, torch.inf).argmin().reshape(1)
-        return centres.index_select(0, best)[0], sizes.index_select(0, best)[0], spreads.index_select(0, best)[0]
+        centres, sizes, apart = (found.index_select(0, best)[0] for found in (centres, sizes, spreads))
+        return centres + mean, sizes, apart
 
     def _numbers(self) -> list[int]:
         """The k′ that are tried."""
-        return list(range(1, self.k + 1)) if self.local is None else [min(self.local, self.k)]
+        return list(range(1, self.k + 1)) if self.local is None else [self.local]
 
     def _clustered(self, x: Tensor, mask: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best k-means of several starts: k′ centres, filled up to k with some without points; and their spread."""
@@ -171,6 +174,8 @@ class KFED(PointAlgorithm):
         total, least = int(cohort.sizes.sum()), int(cohort.sizes.min())
         if self.k > total:
             raise ValueError(f"KFED: k must be at most the number of points of all clients, {total}, got {self.k}")
+        if self.local is not None and self.local > self.k:
+            raise ValueError(f"KFED: local must be at most k, {self.k}, got {self.local}")
         if self.local is not None and self.local > least:
             who = cohort.federation.name(int(cohort.sizes.argmin()))
             raise ValueError(

@@ -45,6 +45,8 @@ def _refined(points: Tensor, centres: Tensor, weight: Tensor) -> Tensor:
 
 def distances(x: Tensor, centres: Tensor) -> Tensor:
     """Squared distances (n, k); unlike `torch.cdist`, fast under vmap."""
+    about = centres.mean(0)  # far from the origin squares would lose the digits that tell points apart
+    x, centres = x - about, centres - about
     return (x.square().sum(1, keepdim=True) - 2 * x @ centres.T + centres.square().sum(1)).clamp(min=0)
 
 

@@ -56,7 +56,8 @@ def covariances(moments: Moments, pull: Tensor, ridge: float) -> tuple[Tensor, T
     shrunk = _shrunk(own / by[..., None, :, :], target[..., None, :, :].expand_as(own), moments.number.clamp(min=1))
     chosen = torch.lerp(own, shrunk * by[..., None, :, :], pull.to(own)[..., None, None, None])
     unit = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
-    thickened = ridge * _trace(common)[..., None, None] / own.shape[-1] * unit
+    width = torch.where(_trace(common) > 0, _trace(common), _spread(moments))  # clusters may be points
+    thickened = ridge * width[..., None, None] / own.shape[-1] * unit
     return mean + moments.about.to(mean), chosen + thickened[..., None, :, :]
 
 
@@ -66,6 +67,13 @@ def _shrunk(own: Tensor, target: Tensor, count: Tensor) -> Tensor:
     apart = (own - target).square().sum((-2, -1))
     share = (error / apart.clamp(min=1e-300)).clamp(max=1)[..., None, None]
     return (1 - share) * own + share * target
+
+
+def _spread(moments: Moments) -> Tensor:
+    """The variance of all points, over all columns together (…)."""
+    points = moments.number.sum(-1)
+    square = (moments.first.sum(-2) / points[..., None]).square().sum(-1)
+    return _trace(moments.second).sum(-1) / points - square
 
 
 def _trace(x: Tensor) -> Tensor:
