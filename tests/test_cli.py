@@ -110,9 +110,11 @@ rounds = 5
 FLOW = 'kind = "density"\nmodel = { name = "affine_flow", inputs = 4 }'
 
 
-@pytest.mark.parametrize(("name", "task"), [("kfed", 'kind = "distance"'), ("uifca", FLOW)])
+@pytest.mark.parametrize(("name", "task"), [("kfed", 'kind = "distance"'), ("kfed", ""), ("uifca", FLOW)])
 def test_assign_labels_every_point(coterie, tmp_path, name, task):
-    (tmp_path / "points.toml").write_text(POINTS.replace("NAME", name).replace("TASK", task))
+    (tmp_path / "points.toml").write_text(
+        POINTS.replace("NAME", name).replace("[task]\nTASK\n", f"[task]\n{task}\n" if task else "")
+    )
     out, clusters = tmp_path / "run", tmp_path / "clusters.csv"
     assert coterie("run", tmp_path / "points.toml", "--out", out)[0] == 0
     points = ct.data.gaussian_clusters(k=3, points=100, d=4).train
@@ -130,6 +132,8 @@ def test_assign_labels_every_point(coterie, tmp_path, name, task):
     np.savez(tmp_path / "bad.npz", x=points.x[:, :3].numpy())
     code, _, errors = coterie("assign", out, tmp_path / "bad.npz")
     assert code == 2 and "rows" in errors and "of shape (3,)" in errors and errors.count("\n") == 1, errors
+    np.savez(tmp_path / "words.npz", x=np.array([["a", "b", "c", "d"]]))
+    assert "words.npz: x must hold numbers, got <U1" in coterie("assign", out, tmp_path / "words.npz")[2]
     np.savez(tmp_path / "none.npz", y=points.y.numpy())
     assert "must hold an array x, it holds y" in coterie("assign", out, tmp_path / "none.npz")[2]
 

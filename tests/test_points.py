@@ -1,6 +1,7 @@
 """Methods that group points: k-FED and UIFCA."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from coterie.algorithms.kfed import KFED
 from coterie.algorithms.kmeans import lloyd, seeded, spread
 from coterie.algorithms.shrinkage import Moments, covariances
 from coterie.client import Local
+from coterie.data.points import gaussian_centres
 from coterie.executors import EXECUTORS
 from coterie.federation import Federation
 from coterie.key import Key
@@ -82,6 +84,36 @@ def test_without_shrinking_held_out_points_prefer_a_wrong_restart(seed):
     assert run.purity < 0.6
 
 
+@pytest.mark.parametrize(
+    ("points", "subspace", "algorithm"),
+    [(1000, 30, ct.UIFCA(k=4, restarts=1, init=ct.Disturbed(0.0))), (250, 24, ct.UIFCA(k=4))],
+)
+def test_clusters_that_differ_in_their_covariance_alone_are_not_shrunk_together(points, subspace, algorithm):
+    """Shrinking whatever held-out points say left 76 % and 73 % of them in their clusters."""
+    federation = ct.data.subspace_clusters(k=4, p=0.5, seed=0, points=points, subspace=subspace)
+    run = ct.fit(algorithm, flow(), federation, rounds=20, evaluations=1)
+    assert run.purity > 0.998
+    assert not run.state.pull[run.state.quality.argmin()]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_with_very_few_points_shrinking_is_worse_than_staying(seed):
+    """A limit that is known: the docs tell of it."""
+    federation = ct.data.subspace_clusters(k=4, p=0.5, seed=seed, points=60, subspace=30)
+    algorithm = ct.UIFCA(k=4, restarts=1, init=ct.Disturbed(0.25))
+    runs = [
+        ct.fit(replace(algorithm, shrink=shrink), flow(), federation, rounds=20, seed=seed) for shrink in (True, False)
+    ]
+    assert runs[0].purity < 0.5 and runs[1].purity > 0.75
+
+
+def test_a_frozen_assignment_is_not_the_end_before_shrinking_was_weighed():
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)) + 20 * torch.arange(40)[:, None].ge(20)
+    federation = Federation.from_clients([(x, torch.arange(40).ge(20).long())])
+    run = ct.fit(ct.UIFCA(k=2, restarts=1, init=ct.Disturbed(0.0)), flow(3), federation, rounds=9)
+    assert [row["changed"] for row in run.history] == [0, 0] and run.state.weighed.all()
+
+
 def test_restarts_are_judged_by_models_that_have_not_seen_the_points():
     x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
     federation = Federation.from_clients([(x, torch.zeros(60, dtype=torch.long))])
@@ -133,11 +165,11 @@ def test_if_no_point_is_held_out_all_judge(monkeypatch):
 def test_where_kfed_finds_too_few_centres_restarts_begin_at_random(caplog):
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     one_group = Federation.from_clients([(x[:30], torch.zeros(30)), (x[30:], torch.zeros(30))])
-    why = "KFED: k is 5, but clients found 3 centres together; with local= they look for a given number"
+    why = "begins with k-FED, which found 3 centres for k = 5"
     assert ct.fit(ct.UIFCA(k=5), flow(4), one_group, rounds=2).state.sizes.sum(1).tolist() == [60.0] * 10
     told = [r.getMessage() for r in caplog.records]
-    assert told == [f"{why}; all restarts of UIFCA begin with a random assignment"]
-    with pytest.raises(ValueError, match=f"UIFCA: init 'kfed' begins with k-FED. {why}; or init='random'"):
+    assert told == [f"UIFCA: init 'mixed' {why}; all restarts begin with a random assignment"]
+    with pytest.raises(ValueError, match=f"UIFCA: init 'kfed' {why}; init='random' does without"):
         ct.fit(ct.UIFCA(k=5, init="kfed"), flow(4), one_group, rounds=2)
 
 
@@ -332,3 +364,55 @@ def test_kmeans_side_by_side_are_those_one_by_one():
         assert torch.allclose(end, centres, atol=1e-5)
     least = [torch.cdist(real, centres).amin(1).square().mean() for centres in found]
     assert torch.allclose(spread(x, mask, found), stack(least), atol=1e-5)
+
+
+def test_points_without_labels_have_clusters_and_no_scores():
+    x = ct.data.gaussian_clusters(k=2, seed=0, points=50, d=3).train.x
+    run = ct.fit(ct.UIFCA(k=2), flow(3), Federation.from_clients([(x[:50], None), (x[50:], None)]), rounds=5)
+    assert run.purity is None and sorted(set(run.assign(x))) == [0, 1]
+    for given, what in (((x,), "a tuple of 1"), (x, "a Tensor")):
+        with pytest.raises(ValueError, match=rf"client 0: its rows must be a pair \(x, y\), .* got {what}"):
+            Federation.from_clients([given])
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e5])
+def test_kfed_finds_clusters_far_from_the_origin(offset):
+    far = ct.data.gaussian_clusters(k=3, p=0.5, points=60, d=5).map(lambda i, x, y: (x + offset, y))
+    assert ct.fit(ct.KFED(k=3), None, far, rounds=1).purity == 1.0
+
+
+def test_clusters_that_are_points_have_a_ridge():
+    corners = torch.eye(2).repeat_interleave(20, 0)
+    federation = Federation.from_clients([(corners, torch.arange(2).repeat_interleave(20))])
+    assert ct.fit(ct.UIFCA(k=2), flow(2), federation, rounds=5).purity == 1.0
+
+
+def test_steps_that_are_too_large_are_told():
+    made = ct.data.gaussian_clusters(k=3, points=60, d=5)
+    with pytest.raises(ct.Diverged, match="round 1: a model has a matrix without an inverse; a smaller lr"):
+        ct.fit(ct.UIFCA(k=3, closed=False, lr=10.0), flow(5), made, rounds=5)
+
+
+def test_no_two_clusters_have_one_centre():
+    for seed in range(50):
+        assert len(gaussian_centres(4, 3, 5.0, seed).unique(dim=0)) == 4
+    with pytest.raises(ValueError, match="of 2 dimensions there are 4 centres, got k = 5"):
+        ct.data.gaussian_clusters(k=5, d=2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        (
+            ct.UIFCA(k=3, init=[ct.models.AffineFlow(2).state_dict()]),
+            "init: 3 models are wanted, one per cluster",
+        ),
+        (ct.KFED(k=2, local=3), "KFED: local must be at most k, 2, got 3"),
+        (ct.ClusterGAN(k=13), "ClusterGAN: k must be at most the number of points of all clients, 12, got 13"),
+    ],
+)
+def test_what_cannot_be_is_told(algorithm, told):
+    tasks = {"UIFCA": flow(2), "ClusterGAN": ct.Task.adversarial(ct.models.GAN((2,), k=13, dz=2, hidden=(4,)))}
+    made = ct.data.gaussian_clusters(k=2, points=6, d=2)
+    with pytest.raises(ValueError, match=told):
+        ct.fit(algorithm, tasks.get(type(algorithm).__name__), made, rounds=1)

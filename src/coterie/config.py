@@ -110,15 +110,19 @@ def build_secure(table: dict[str, Any]) -> SecureSum:
 def build(tables: dict[str, Any]) -> Config:
     """All of a config.toml."""
     _known(tables, ["algorithm", "task", "data", "run"], "")
-    for needed in ("algorithm", "task", "data", "run"):
+    for needed in ("algorithm", "data", "run"):
         if not isinstance(tables.get(needed), dict):
             raise ValueError(f"the configuration has no [{needed}] table")
+    algorithm = build_algorithm(tables["algorithm"])
+    if "task" not in tables and type(algorithm).default_task is Algorithm.default_task:
+        raise ValueError("the configuration has no [task] table")
+    task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
     _known(tables["run"], list(RUN_KEYS), "run")
     if "rounds" not in tables["run"]:
         raise ValueError("[run] needs rounds")
     return Config(
-        build_algorithm(tables["algorithm"]),
-        build_task(tables["task"]),
+        algorithm,
+        task,
         build_federation(tables["data"]),
         {n: build_secure(v) if n == "secure" else v for n, v in tables["run"].items()},
     )

@@ -66,13 +66,13 @@ class Federation:
     @classmethod
     def from_clients(
         cls,
-        train: Sequence[tuple[Array, Array]],
-        test: Sequence[tuple[Array, Array]] | None = None,
+        train: Sequence[tuple[Array, Array | None]],
+        test: Sequence[tuple[Array, Array | None]] | None = None,
         groups: Array | Sequence[int] | None = None,
         ids: Sequence[str] | None = None,
         source: dict[str, Any] | None = None,
     ) -> Federation:
-        """A federation from one (x, y) pair per client; float64 becomes float32.
+        """A federation from one (x, y) pair per client; float64 becomes float32. y is None for unlabelled points.
 
         Raises:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.

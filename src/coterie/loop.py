@@ -98,7 +98,10 @@ class Loop:
         begin = time.perf_counter()
         before = self.cohort.ledger.bytes_down, self.cohort.ledger.bytes_up
         self._meet(t)
-        state, report = self._heard(lambda cohort: self.algorithm.round(self.state, cohort.attempt(t + 1).at(t)))
+        try:
+            state, report = self._heard(lambda cohort: self.algorithm.round(self.state, cohort.attempt(t + 1).at(t)))
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+            raise self._diverged(t, "a model has a matrix without an inverse") from None
         self._check_finite(t, state, report)
         seconds = time.perf_counter() - begin
         if t == 0:
@@ -186,13 +189,13 @@ class Loop:
             return
         # Where points are grouped, those of a client may be of any cluster.
         whose = f"cluster {_names(bad)}" if bad else f"{len(lost)} of {len(report.clients)} clients"
+        raise self._diverged(t, f"the loss of {whose} is no longer finite")
+
+    def _diverged(self, t: int, what: str) -> Diverged:
         self._checkpoint(force=True)
         where = f"in {self.record.path}" if self.record else "in the error's .run"
-        raise Diverged(
-            f"round {t + 1}: the loss of {whose} is no longer finite; a smaller lr usually helps. "
-            f"The state after round {t} is kept {where}",
-            self._result(),
-        )
+        told = f"round {t + 1}: {what}; a smaller lr usually helps. The state after round {t} is kept {where}"
+        return Diverged(told, self._result())
 
     def _not_finite(self, state: Any) -> set[int]:
         """The clusters whose models hold a NaN or an infinity."""

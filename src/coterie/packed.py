@@ -68,7 +68,7 @@ class Packed(NamedTuple):
             pages.forget(start * each, stop * each)
 
     @classmethod
-    def of(cls, clients: Sequence[Client]) -> Packed:
+    def of(cls, clients: Sequence[tuple[Array, Array] | Packed]) -> Packed:
         """Pack (x, y) pairs, or pieces of several clients each."""
         parts = [c if isinstance(c, Packed) else cls.one(*c) for c in clients]
         sizes = torch.cat([torch.zeros(1, dtype=torch.long), *(p.sizes for p in parts)])
@@ -80,7 +80,7 @@ class Packed(NamedTuple):
         return cls(torch.as_tensor(x), torch.as_tensor(y), torch.tensor([0, len(x)]))
 
 
-Client = tuple[Array, Array] | Packed  # one client's (x, y), or a piece of many clients
+Client = tuple[Array, Array | None] | Packed  # one client's (x, y), with None if y is not known, or a piece of many
 
 
 def client_name(i: int, names: Sequence[str] | None) -> str:
@@ -90,6 +90,8 @@ def client_name(i: int, names: Sequence[str] | None) -> str:
 
 def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | None = None) -> Iterator[Packed]:
     """Clients as they come, each a pair (x, y) or a piece of many, refused if it does not go with the first.
+
+    Where y is None it is -1 for all rows: the targets are not known.
 
     Args:
         clients: Whose rows.
@@ -103,7 +105,7 @@ def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | Non
     i, targets = 0, None
     for given in clients:
         who = name(i)
-        x, y = _tensor(given[0], who, what), _labels(_tensor(given[1], who, what))
+        x, y = _pair(given, who, what)
         like, targets = x if like is None else like, y if targets is None else targets
         if y.dtype != targets.dtype or y.shape[1:] != targets.shape[1:]:
             raise ValueError(f"{who}: its targets are {_kind(y)}, those of {name(0)} {_kind(targets)}")
@@ -148,6 +150,20 @@ def _tensor(values: Array, name: str, what: str) -> Tensor:
     if t.dim() == 0:
         raise ValueError(f"{name}: its {what} must be an array with one entry per row, got a single number")
     return t.float() if t.dtype == torch.float64 else t
+
+
+def _pair(given: Client, who: str, what: str) -> tuple[Tensor, Tensor]:
+    """A client's rows and targets; where these are not known, -1 for each row."""
+    if not isinstance(given, Packed) and (not isinstance(given, tuple | list) or len(given) != 2):
+        raise ValueError(f"{who}: its {what} must be a pair (x, y), of which y may be None, got {_what(given)}")
+    x, y = _tensor(given[0], who, what), given[1]
+    return x, torch.full((len(x),), -1) if y is None else _labels(_tensor(y, who, what))
+
+
+def _what(given: object) -> str:
+    """What a user gave instead of a pair, in few words."""
+    size = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+    return f"a {type(given).__name__}{size}"
 
 
 def _labels(y: Tensor) -> Tensor:

@@ -245,10 +245,10 @@ class Task:
             try:
                 with torch.no_grad():
                     out = module(rows.x[:1].cpu())
-            except (RuntimeError, ValueError, IndexError, TypeError):
-                return (
-                    f"{_name(skeleton)} does not take rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
-                )
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                why = f" ({error})" if isinstance(error, ValueError) else ""  # what torch says is of its own matters
+                given = f"rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
+                return f"{_name(skeleton)} does not take {given}{why}"
             return constants.changed(module) or _outside(module, rows.x) or check(out, rows.y)
 
         return cls(

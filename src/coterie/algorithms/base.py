@@ -121,6 +121,13 @@ class PointAlgorithm(Algorithm):
         if (given := task.spec.get("kind", kind)) != kind:
             raise ValueError(f"{type(self).__name__}: the task must be a Task.{kind}, got a task of kind '{given}'")
 
+    def check_points(self, cohort: Cohort) -> None:
+        """Refuse fewer points than clusters."""
+        if self.k > (points := int(cohort.sizes.sum())):
+            raise ValueError(
+                f"{type(self).__name__}: k must be at most the number of points of all clients, {points}, got {self.k}"
+            )
+
     @abstractmethod
     def points(self, task: Task) -> ClientStep:
         """A client step, sent the models: the cluster of every row, in the note "label" (n,)."""

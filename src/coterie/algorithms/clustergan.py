@@ -85,6 +85,7 @@ class ClusterGAN(PointAlgorithm):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Networks, drawn at random."""
         self._networks(task)
+        self.check_points(cohort)
         theta = tree_map(lambda x: x.to(cohort.device), stack([task.init(key.fold(0))]))
         return State(theta, torch.zeros(self.k), torch.zeros(()), cohort.population, 0)
 

@@ -30,6 +30,10 @@ _SEEDS = 3  # stream under a client's key
 class TooFewCentres(ValueError):
     """Clients found fewer centres than there are to be clusters."""
 
+    def __init__(self, message: str, found: int) -> None:
+        super().__init__(message)
+        self.found = found
+
 
 class State(NamedTuple):
     """What k-FED knows."""
@@ -82,9 +86,9 @@ class KFED(PointAlgorithm):
         reply = cohort.gather(self.cluster, ())  # lines 1 and 2
         centres, sizes = reply.update["centres"].flatten(0, 1), reply.update["sizes"].flatten()
         real = sizes > 0
-        if int(real.sum()) < self.k:
+        if (number := int(real.sum())) < self.k:
             how = "a larger local finds more" if self.local else "with local= they look for a given number"
-            raise TooFewCentres(f"KFED: k is {self.k}, but clients found {int(real.sum())} centres together; {how}")
+            raise TooFewCentres(f"KFED: k is {self.k}, but clients found {number} centres together; {how}", number)
         points = centres[real].cpu().double()
         found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
         near = torch.cdist(points, found).argmin(1)
@@ -171,9 +175,8 @@ class KFED(PointAlgorithm):
         row = cohort.federation.train.x[0]
         if row.dim() == 0 or not row.is_floating_point():
             raise ValueError(f"KFED: rows must be arrays of real numbers, got {row.dtype} of shape {tuple(row.shape)}")
-        total, least = int(cohort.sizes.sum()), int(cohort.sizes.min())
-        if self.k > total:
-            raise ValueError(f"KFED: k must be at most the number of points of all clients, {total}, got {self.k}")
+        self.check_points(cohort)
+        least = int(cohort.sizes.min())
         if self.local is not None and self.local > self.k:
             raise ValueError(f"KFED: local must be at most k, {self.k}, got {self.local}")
         if self.local is not None and self.local > least:

@@ -25,7 +25,7 @@ from coterie.algorithms.columns import check_columns
 from coterie.algorithms.held_out import held_out, surprise
 from coterie.algorithms.kfed import KFED, TooFewCentres
 from coterie.algorithms.shrinkage import Moments, covariances
-from coterie.algorithms.starts import Given
+from coterie.algorithms.starts import find_start
 from coterie.client import ClientStep, Local, Reply, adam_update, each_model, each_start, local_update
 from coterie.cohort import Cohort, slot_mean
 from coterie.key import Key
@@ -117,14 +117,14 @@ class UIFCA(PointAlgorithm):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial assignment, which each client keeps for itself."""
         self.check_kind(task, "density")
-        self._check(cohort)
+        self.check_points(cohort)
         theta = self._drawn(task, key.fold(_MODELS))
         if self._by_kfed:
             sent = self._from_kfed(cohort, key)
         elif isinstance(self.init, str | Disturbed):
             sent = {}
         else:
-            given = Given(tuple(self.init))(self.k, self.lr, task, cohort, key)
+            given = find_start(self.init, self.k)(self.k, self.lr, task, cohort, key)
             theta = tree_map(lambda x: x.expand(self.restarts, *x.shape), given)
             sent = {"theta": theta}
         sent["about"] = self._mean(cohort) if self._has_closed_form(task) else ()
@@ -142,9 +142,10 @@ class UIFCA(PointAlgorithm):
         try:
             state, _ = kfed.round(kfed.start(kfed.default_task(), cohort, key), cohort)
         except TooFewCentres as error:
+            told = f"UIFCA: init {self.init!r} begins with k-FED, which found {error.found} centres for k = {self.k}"
             if self.init == "kfed" or self.restarts == 1:
-                raise ValueError(f"UIFCA: init {self.init!r} begins with k-FED. {error}; or init='random'") from error
-            log.warning("%s; all restarts of UIFCA begin with a random assignment", error)
+                raise ValueError(f"{told}; init='random' does without") from error
+            log.warning("%s; all restarts begin with a random assignment", told)
             return {}
         return {"centres": kfed.models(state)}
 
@@ -453,10 +454,6 @@ class UIFCA(PointAlgorithm):
     def _by_kfed(self) -> int:
         """Restarts that begin with k-FED's assignment."""
         return {"kfed": self.restarts, "mixed": 1}.get(self.init, 0) if isinstance(self.init, str) else 0
-
-    def _check(self, cohort: Cohort) -> None:
-        if self.k > (points := int(cohort.sizes.sum())):
-            raise ValueError(f"UIFCA: k must be at most the number of points of all clients, {points}, got {self.k}")
 
     def _singular(self, state: State, moments: Moments, covariance: Tensor) -> str:
         """What to tell if a covariance has no inverse."""

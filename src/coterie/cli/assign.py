@@ -118,6 +118,8 @@ def _read_npz(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.nda
     if not set(needed) <= set(arrays):
         what = "arrays x and y" if targets else "an array x"
         raise ValueError(f"{path} must hold {what}, it holds {', '.join(arrays) or 'none'}")
+    if arrays["x"].dtype.kind not in "biuf":
+        raise ValueError(f"{path}: x must hold numbers, got {arrays['x'].dtype}")
     rows = len(arrays["x"])
     return arrays["x"], arrays.get("y", np.zeros(rows)), arrays.get("client", np.full(rows, path.stem))
 

@@ -50,7 +50,14 @@ def gaussian_clusters(
 
 def gaussian_centres(k: int, d: int, separation: float, seed: int) -> Tensor:
     """The centres of `gaussian_clusters` (k, d), by which the Bayes rule assigns a point to the nearest."""
-    return separation * (torch.rand(k, d, generator=Key.of(seed).fold(_TRUTH).generator()) < 0.5).float()
+    _check_counts(k=k, d=d)
+    if d < 30 and k > 2**d:
+        raise ValueError(f"gaussian_clusters: of {d} dimensions there are {2**d} centres, got k = {k}")
+    g = Key.of(seed).fold(_TRUTH).generator()
+    high = torch.rand(k, d, generator=g) < 0.5
+    while len(high.unique(dim=0)) < k:  # two clusters of one centre would be one
+        high = torch.rand(k, d, generator=g) < 0.5
+    return separation * high.float()
 
 
 @dataset
@@ -75,6 +82,7 @@ def subspace_clusters(
         d: Dimensions.
         subspace: Dimensions of each subspace.
     """
+    _check_counts(k=k, d=d)
     if not 1 <= subspace <= d:
         raise ValueError(f"subspace_clusters: subspace must be 1 to d = {d}, got {subspace}")
     bases = torch.linalg.qr(torch.randn(k, d, subspace, generator=Key.of(seed).fold(_TRUTH).generator()))[0]
@@ -89,12 +97,16 @@ def _federation(
     k: int, p: float, seed: int, clients: int | None, points: int, d: int, place: Callable[[Tensor, Tensor], Tensor]
 ) -> Federation:
     clients = k if clients is None else clients
-    for name, value in (("k", k), ("clients", clients), ("points", points), ("d", d)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    _check_counts(clients=clients, points=points)
     z = mixed_clusters(k, p, clients, points, Key.of(seed).fold(_LABELS))
     noise = torch.randn(len(z), d, generator=Key.of(seed).fold(_POINTS).generator())
     return Federation(Packed(place(z, noise), z, torch.arange(clients + 1) * points))
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def dealt(x: Tensor, z: Tensor, p: float, clients: int, key: Key) -> Federation:

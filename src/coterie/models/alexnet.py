@@ -67,6 +67,8 @@ def rotnet(images: Tensor, *, steps: int = 2000, batch: int = 128, seed: int = 0
     """
     if images.dim() != 4 or images.shape[-1] != images.shape[-2] or images.shape[-1] < 4:
         raise ValueError(f"rotnet: images must be (n, channels, side, side), got shape {tuple(images.shape)}")
+    if not len(images):
+        raise ValueError("rotnet: there must be at least one image, got 0")
     g = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -85,7 +85,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def _panel(axes: Any, rows: list[dict[str, Any]], methods: list[str]) -> None:
     for i, method in enumerate(methods):
-        line = [r for r in rows if r["method"] == method]
+        line = sorted((r for r in rows if r["method"] == method), key=lambda r: r["p"])
         size = max(3.0, 7 - 1.5 * i)  # so that a line under another is seen
         colour = plots.COLOURS[i % len(plots.COLOURS)]
         axes.plot([r["p"] for r in line], [r["purity"] for r in line], "o-", ms=size, color=colour, label=method)
