@@ -395,7 +395,8 @@ def test_steps_that_are_too_large_are_told():
 
 def test_no_two_clusters_have_one_centre():
     for seed in range(50):
-        assert len(gaussian_centres(4, 3, 5.0, seed).unique(dim=0)) == 4
+        for k, d in ((4, 3), (32, 5)):
+            assert len(gaussian_centres(k, d, 5.0, seed).unique(dim=0)) == k
     with pytest.raises(ValueError, match="of 2 dimensions there are 4 centres, got k = 5"):
         ct.data.gaussian_clusters(k=5, d=2)
 
