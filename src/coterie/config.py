@@ -114,9 +114,10 @@ def build(tables: dict[str, Any]) -> Config:
         if not isinstance(tables.get(needed), dict):
             raise ValueError(f"the configuration has no [{needed}] table")
     algorithm = build_algorithm(tables["algorithm"])
-    if "task" not in tables and type(algorithm).default_task is Algorithm.default_task:
+    needless = "task" not in tables and type(algorithm).default_task is not Algorithm.default_task
+    if not needless and not isinstance(tables.get("task"), dict):
         raise ValueError("the configuration has no [task] table")
-    task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
+    task = algorithm.default_task() if needless else build_task(tables["task"])
     _known(tables["run"], list(RUN_KEYS), "run")
     if "rounds" not in tables["run"]:
         raise ValueError("[run] needs rounds")
