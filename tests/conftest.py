@@ -10,14 +10,14 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 import coterie as ct
-from coterie.executors.flower import Flower, Language
-from coterie.federation import Federation
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.flower.engine import Flower, Language
 from coterie.flower.enrolment import enrol
 from coterie.flower.lab import LINK, Lab
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.steps import describe_step, types_of
-from coterie.key import Key
 
 REAL = ("test_flower_lab.py", "test_flower_proxy.py", "test_flower_real.py")  # tests of processes that wait and wait
 

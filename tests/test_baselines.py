@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.reproduce.rounds import last_state
+from coterie_lab.reproduce.rounds import last_state
 
 LINE = ct.Task.regressor(ct.models.Linear(1, 1, bias=False))
 
@@ -20,8 +20,8 @@ def test_the_proximal_term_by_hand():
     # from w = 0 towards 4: first step 2, then gradient 2(2 - 4) + μ(2 - 0) = -4 + 2μ
     one = ct.Federation.from_clients([(torch.ones(1, 1), torch.tensor([4.0]))])
     begin = last_state(ct.FedAvg(), LINE, one, 0, 0, "cpu")._replace(theta={"weight": torch.zeros(1, 1, 1)})
-    from coterie.executors import EXECUTORS
-    from coterie.key import Key
+    from coterie.core.key import Key
+    from coterie.engines import EXECUTORS
 
     cohort = EXECUTORS["sequential"](one, LINE, Key.of(0), torch.device("cpu"))
     after, _ = ct.FedAvg(lr=0.25, tau=2, prox=1.0).round(begin, cohort.at(0))

@@ -4,14 +4,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coterie.bench import peers, speed
-from coterie.bench.loop import loop_round
-from coterie.bench.peers import PEERS, Job, PeerFailed, time_peer
-from coterie.bench.scale import slope
-from coterie.bench.speed import Workload, gram_flops, grouped, linear, measure, product_rate
 from coterie.cli.main import app
+from coterie.core.pytree import flat
 from coterie.models import MLP, Linear
-from coterie.tree import flat
+from coterie_lab.bench import peers, speed
+from coterie_lab.bench.loop import loop_round
+from coterie_lab.bench.peers import PEERS, Job, PeerFailed, time_peer
+from coterie_lab.bench.scale import slope
+from coterie_lab.bench.speed import Workload, gram_flops, grouped, linear, measure, product_rate
 
 
 def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch, caplog):

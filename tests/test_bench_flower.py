@@ -4,8 +4,8 @@ import threading
 
 from typer.testing import CliRunner
 
-from coterie.bench import flower
 from coterie.cli.main import app
+from coterie_lab.bench import flower
 
 
 def serve_once(server):

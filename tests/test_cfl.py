@@ -9,15 +9,15 @@ import torch
 from scipy.spatial.distance import squareform
 
 import coterie as ct
-from coterie.algorithms import disguise
-from coterie.algorithms.bipartition import bipartition, contrast, cosines, separation_gap
-from coterie.algorithms.disguise import Disguise, Sketch, shapes_of
+from coterie import disguise
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import flat
 from coterie.data.source import folder
-from coterie.executors import EXECUTORS
-from coterie.federation import Federation
-from coterie.key import Key
-from coterie.metrics import ari
-from coterie.tree import flat
+from coterie.engines import EXECUTORS
+from coterie.parts.bipartition import bipartition, contrast, cosines, separation_gap
+from coterie.parts.disguise import Disguise, Sketch, shapes_of
+from coterie.runs.metrics import ari
 
 needs_mnist = pytest.mark.skipif(
     not (folder() / "mnist" / "train-images-idx3-ubyte.gz").exists(), reason="MNIST is not in the data folder"
@@ -53,7 +53,7 @@ def test_the_bipartition_is_optimal():
 
 
 def test_similarities_in_blocks_are_those_of_numpy(monkeypatch):
-    monkeypatch.setattr("coterie.algorithms.bipartition.ROWS", 3)
+    monkeypatch.setattr("coterie.parts.bipartition.ROWS", 3)
     vectors = torch.randn(11, 40, generator=torch.Generator().manual_seed(0))
     unit = vectors / vectors.norm(dim=1, keepdim=True)
     wanted = (unit @ unit.T).numpy()

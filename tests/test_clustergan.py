@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.adam import Moving
-from coterie.algorithms.clustergan import ClusterGAN, steepness
-from coterie.config import build_task
-from coterie.executors import EXECUTORS
-from coterie.federation import Federation
-from coterie.key import Key
+from coterie.core.adam import Moving
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.engines import EXECUTORS
+from coterie.methods.clustergan import ClusterGAN, steepness
+from coterie.runs.config import build_task
 
 
 def images(rows=24, clients=2):

@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 import coterie as ct
-from coterie.client import ClientStep, Reply, minibatches
-from coterie.cohort import slot_sum
-from coterie.executors import EXECUTORS, vectorised
-from coterie.executors.vectorised import Peak, buckets
-from coterie.federation import Federation
-from coterie.key import Key
-from coterie.tree import flat
-from coterie.uplink import Uplink
+from coterie.core.cohort import slot_sum
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.local import minibatches
+from coterie.core.pytree import flat
+from coterie.core.step import ClientStep, Reply
+from coterie.core.uplink import Uplink
+from coterie.engines import EXECUTORS, vectorised
+from coterie.engines.vmap import Peak, buckets
 
 CPU = torch.device("cpu")
 

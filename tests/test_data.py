@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.config import build_federation
 from coterie.data import cifar
 from coterie.data.mnist import _idx
 from coterie.data.source import fetch, folder
 from coterie.data.synthetic import linear_truth
+from coterie.runs.config import build_federation
 
 
 def needs(name, file):
@@ -68,10 +68,10 @@ def test_keep_labels_shares_the_labels_out_and_leaves_the_groups():
     assert torch.equal(kept.groups, plain.groups)
     for part in ("train", "test"):
         for i in range(12):
-            x, y = plain.split(part).client(i)
+            x, y = plain.part(part).client(i)
             own = torch.isin(y, torch.tensor([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]][i % 3]))
-            assert torch.equal(kept.split(part).client(i)[0], x[own])
-            assert torch.equal(kept.split(part).client(i)[1], y[own])
+            assert torch.equal(kept.part(part).client(i)[0], x[own])
+            assert torch.equal(kept.part(part).client(i)[1], y[own])
     assert same(build_federation(kept.source), kept)
 
 
@@ -93,7 +93,7 @@ def test_dealing_anew_ends_loses_nothing_and_leaves_nobody_empty(change, alpha):
     assert int(dealt.train.sizes.min()) >= 1
     assert torch.equal(dealt.groups, plain.groups)
     for part in ("train", "test"):
-        before, after = plain.split(part), dealt.split(part)
+        before, after = plain.part(part), dealt.part(part)
         assert torch.equal(before.y.bincount(), after.y.bincount())
         assert before.x.sum() == pytest.approx(float(after.x.sum()), rel=1e-5)
     if alpha == 100.0:

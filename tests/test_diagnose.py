@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 import coterie as ct
 from coterie.cli.main import app
 from coterie.data.regression import regression_truth
-from coterie.executors import EXECUTORS
-from coterie.metrics import matched_accuracy
+from coterie.engines import EXECUTORS
+from coterie.runs.metrics import matched_accuracy
 
 SIGMAS = (0.1, 0.5, 1.0, 2.0)
 

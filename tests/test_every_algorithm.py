@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.algorithms import ALGORITHMS
-from coterie.algorithms.base import PointAlgorithm
-from coterie.client import ClientStep
-from coterie.config import build_algorithm, describe
-from coterie.executors import EXECUTORS
-from coterie.key import Key
-from coterie.settings import validate
-from coterie.task import Data
-from coterie.tree import flat, leaves, tree_map
+from coterie.core.key import Key
+from coterie.core.method import PointMethod
+from coterie.core.pytree import flat, leaves, tree_map
+from coterie.core.settings import validate
+from coterie.core.step import ClientStep
+from coterie.core.task import Data
+from coterie.engines import EXECUTORS
+from coterie.methods import ALGORITHMS
+from coterie.runs.config import build_algorithm, describe
 
 SETTINGS = {"k": 3, "tau": 3, "lr": 0.1}  # a k where one is needed, and little to do
 SHORT = ct.FarthestFirst(steps=4)
@@ -212,7 +212,7 @@ def test_renumbering_clients_renumbers_labels(name, problem):
 def test_one_cluster_is_fedavg(name, problem):
     task, federation = problem
     fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
-    if "k" not in fields or issubclass(ALGORITHMS[name], PointAlgorithm):
+    if "k" not in fields or issubclass(ALGORITHMS[name], PointMethod):
         return
     single = make(name, k=1, init="random")
     one = rounds_of(single, cohort_of(federation, task), 3)[0]
@@ -232,7 +232,7 @@ def test_an_empty_cluster_keeps_its_model(name, problem):
     """A federation of two clients cannot fill three clusters, so a model must come through untouched."""
     task, federation = problem
     algorithm = make(name, k=3, fraction=0.2)
-    if isinstance(algorithm, PointAlgorithm):  # all clients take part in every cluster
+    if isinstance(algorithm, PointMethod):  # all clients take part in every cluster
         return
     cohort = cohort_of(federation, task, "vectorised")
     state = algorithm.start(task, cohort.at(0), Key.of(0))
@@ -251,7 +251,7 @@ def test_assign_of_a_training_client_is_its_label(name, problem):
     for i in range(len(federation)):
         x, y = federation.train.client(i)
         assigned, label = run.assign(x, y), run.labels[i]
-        if isinstance(run.algorithm, PointAlgorithm):
+        if isinstance(run.algorithm, PointMethod):
             assigned = np.bincount(assigned).argmax()  # labels are the clients' commonest clusters
         if len(run.models) == len(federation):  # no groups: a neighbour's model may serve a client better than its own
             loss = [float(task.loss(run.models[j], Data(x, y, torch.ones(len(x)))).mean()) for j in (assigned, label)]
@@ -279,6 +279,6 @@ def test_every_step_traces_under_vmap(name, problems):
             state, _ = rounds_of(algorithm, cohort, 4)
             algorithm.place(state, cohort)
             ran |= {label.split(" on ")[0] for label in cohort.ledger.chunks}
-            if "PointAlgorithm.commonest" in ran:  # it runs the points' own step
+            if "PointMethod.commonest" in ran:  # it runs the points' own step
                 ran.add(algorithm.points.__qualname__)
     assert steps and steps <= ran

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.executors import store
-from coterie.federation import Federation, Packed
-from coterie.packed import PIECE
-from coterie.pages import Pages
+from coterie.core.federation import Federation, Packed
+from coterie.engines import store
+from coterie.storage.packed import PIECE
+from coterie.storage.pages import Pages
 
 
 def client(n=3, d=2, value=0.0):
@@ -23,7 +23,7 @@ def test_clients_are_read_back_as_they_were_given():
     fed = Federation.from_clients([client(3, value=1), client(5, value=2)], groups=[0, 1], ids=["a", "b"])
     assert len(fed) == 2 and fed.train.sizes.tolist() == [3, 5]
     assert torch.equal(fed.train.client(1)[0], torch.full((5, 2), 2.0))
-    assert fed.split("test") is fed.train  # tested on its training rows where there are no others
+    assert fed.part("test") is fed.train  # tested on its training rows where there are no others
 
 
 def test_renumbering_clients_without_names_keeps_their_numbers():
@@ -118,7 +118,7 @@ def test_rows_of_any_type_are_read_back(dtype, tmp_path):
 
 def test_clients_may_have_no_test_rows(tmp_path):
     fed = Federation.create(tmp_path / "fed", [client(), client(4)], [client(0), client(0)])
-    assert fed.test.sizes.tolist() == [0, 0] and fed.split("test") is fed.train
+    assert fed.test.sizes.tolist() == [0, 0] and fed.part("test") is fed.train
 
 
 def test_names_and_groups_may_be_known_as_late_as_their_clients(tmp_path):
@@ -225,7 +225,7 @@ def test_training_on_mapped_rows_is_the_same_to_the_last_bit(executor, ragged, t
 
 
 def test_the_task_is_checked_piece_by_piece_and_names_the_client(tmp_path, task, monkeypatch):
-    monkeypatch.setattr("coterie.federation.CHECKED", 3000)
+    monkeypatch.setattr("coterie.core.federation.CHECKED", 3000)
     clients = [(np.zeros((4, 64)), np.full(4, i == 17)) for i in range(20)]
     fed = Federation.create(tmp_path / "fed", ((x, y * 12) for x, y in clients))
     with pytest.raises(ValueError, match="client 17: labels run from 12 to 12, but the model has classes 0 to 9"):
@@ -242,8 +242,8 @@ def test_memory_follows_the_chunk_and_not_the_federation(tmp_path):
     """In a process of its own, training on 256 MiB takes far less memory beyond what 128 clients take."""
     script = textwrap.dedent("""
         import sys, torch, coterie as ct
-        from coterie.bench.speed import peak_mib
-        from coterie.federation import Packed
+        from coterie_lab.bench.speed import peak_mib
+        from coterie.core.federation import Packed
 
         x = torch.randn(128 * 16, 1023)
         piece = Packed(x, x.sum(1), torch.arange(129) * 16)
@@ -270,7 +270,7 @@ def test_a_file_larger_than_memory_can_be_mapped(tmp_path):
 
 
 def test_a_configuration_may_name_a_folder(tmp_path, ragged):
-    from coterie.config import build_federation
+    from coterie.runs.config import build_federation
 
     folder = str(tmp_path / "fed")
     write(folder, ragged)

@@ -13,10 +13,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 import coterie as ct
-from coterie.cohort import Absent
-from coterie.config import build_algorithm, build_task
-from coterie.evaluate import Scorer
-from coterie.federation import Federation
+from coterie.core.cohort import Absent
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import leaves, tree_map
 from coterie.flower.client_app import respond
 from coterie.flower.enrolment import enrol, plain_task
 from coterie.flower.grid import TooFew
@@ -25,9 +25,9 @@ from coterie.flower.memory import Memory, Moment
 from coterie.flower.node import Node, node_of
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.server_app import Settings, read_tables, serve
-from coterie.key import Key
-from coterie.run import fit_on
-from coterie.tree import leaves, tree_map
+from coterie.runs.config import build_algorithm, build_task
+from coterie.runs.evaluate import Scorer
+from coterie.runs.fit import fit_on
 
 
 def assert_same_run(one, two):

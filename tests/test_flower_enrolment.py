@@ -5,14 +5,16 @@ import json
 import numpy as np
 import pytest
 import torch
+from coterie.secure.cohort import Secure
 from flwr.app import ConfigRecord, Message, RecordDict
 
 import coterie as ct
-from coterie.algorithms import ALGORITHMS
-from coterie.executors import EXECUTORS
-from coterie.executors.flower import Flower, Language
-from coterie.federation import Federation
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import leaves
+from coterie.engines import EXECUTORS
 from coterie.flower.desk import AGAIN
+from coterie.flower.engine import Flower, Language
 from coterie.flower.enrolment import enrol
 from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
@@ -20,11 +22,9 @@ from coterie.flower.node import Node
 from coterie.flower.roster import Roster, Site
 from coterie.flower.server_app import Settings, serve
 from coterie.flower.steps import describe_step, types_of
-from coterie.key import Key
-from coterie.record import read_events
-from coterie.run import fit_on
-from coterie.secure.cohort import Secure
-from coterie.tree import leaves
+from coterie.methods import ALGORITHMS
+from coterie.runs.fit import fit_on
+from coterie.runs.folder import read_events
 
 TASK = {"kind": "classifier", "model": {"name": "mlp", "sizes": [64, 16, 10]}}
 

@@ -18,15 +18,15 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import coterie as ct
-from coterie.cohort import Absent
-from coterie.evaluate import Scorer
+from coterie.core.cohort import Absent
+from coterie.core.key import Key
 from coterie.flower.enrolment import enrol
 from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.records import get_tree, put_tree
-from coterie.key import Key
-from coterie.run import fit_on
+from coterie.runs.evaluate import Scorer
+from coterie.runs.fit import fit_on
 
 SEAT = 8  # the node that lies: site-1, with clients 3 to 5
 KINDS = {}

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.executors.flower_secure import secured
-from coterie.executors.vectorised import Vectorised
+from coterie.core.key import Key
+from coterie.engines.vmap import Vectorised
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import FORGOTTEN, Memory, Moment
 from coterie.flower.node import Node
+from coterie.flower.secure_engine import secured
 from coterie.flower.server_app import Settings, serve
-from coterie.key import Key
-from coterie.run import fit_on
+from coterie.runs.fit import fit_on
 
 FLOW = ct.models.AffineFlow(6)
 # Without the closed form clients learn from the clusters that they remember of their points.

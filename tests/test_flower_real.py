@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 import coterie as ct
 from coterie.cli.main import app as cli
-from coterie.config import build_algorithm, build_task
-from coterie.executors.fused import Fused
+from coterie.core.key import Key
+from coterie.engines.vectorised import Fused
 from coterie.flower.lab import LINK
 from coterie.flower.submit import submit, watch
-from coterie.key import Key
-from coterie.loop import CLIENTS, START
-from coterie.record import read_history, read_result
+from coterie.runs.config import build_algorithm, build_task
+from coterie.runs.folder import read_history, read_result
+from coterie.runs.loop import CLIENTS, START
 
 pytestmark = pytest.mark.flower
 

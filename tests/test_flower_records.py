@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from coterie.flower.names import STEPS
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 import coterie as ct
-from coterie.algorithms import ALGORITHMS
-from coterie.algorithms.starts import FarthestFirst
-from coterie.evaluate import PointScorer, Scorer
-from coterie.flower.names import STEPS
+from coterie.core.pytree import Outer
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.steps import OWNERS, describe_step, rebuild_step, steps_of
-from coterie.tree import Outer
+from coterie.methods import ALGORITHMS
+from coterie.parts.starts import FarthestFirst
+from coterie.runs.evaluate import PointScorer, Scorer
 
 
 class Pair(NamedTuple):

@@ -10,30 +10,30 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from coterie.secure.cohort import Code
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from rich.console import Console
 
 import coterie as ct
 from coterie.cli import show
-from coterie.client import Reply
-from coterie.evaluate import Scorer, SummedScores, evaluate
-from coterie.executors.flower import Flower, Language
-from coterie.executors.flower_secure import SecureFlower, secured
-from coterie.federation import Federation
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import flat, take, tree_map
+from coterie.core.step import Reply
+from coterie.flower.engine import Flower, Language
 from coterie.flower.enrolment import enrol
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import Memory
 from coterie.flower.node import Node
 from coterie.flower.records import put_tree
 from coterie.flower.secure import get_payload, put_payload
+from coterie.flower.secure_engine import SecureFlower, secured
 from coterie.flower.server_app import Settings, serve
 from coterie.flower.steps import describe_step, types_of
-from coterie.key import Key
-from coterie.run import fit_on
-from coterie.secure.cohort import Code
+from coterie.runs.evaluate import Scorer, SummedScores, evaluate
+from coterie.runs.fit import fit_on
 from coterie.secure.protocol import EXCHANGES, TooFewLeft
-from coterie.tree import flat, take, tree_map
 
 K = 3
 STEP = ct.IFCA(k=K, tau=2).step

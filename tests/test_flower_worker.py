@@ -21,7 +21,7 @@ DATA = """
 from pathlib import Path
 import torch
 from beside import ROWS
-from coterie.federation import Federation
+from coterie.core.federation import Federation
 
 def federation(context):
     log = Path(__file__).with_name("loaded")

@@ -6,14 +6,14 @@ import zuko
 from torch import nn
 
 import coterie as ct
-from coterie.algorithms import uifca
-from coterie.executors import EXECUTORS
-from coterie.federation import Federation
+from coterie import uifca
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import flat, stack, take
+from coterie.core.task import Data
+from coterie.engines import EXECUTORS
 from coterie.flower.roster import Roster, Site
-from coterie.key import Key
 from coterie.models.flow import dequantised
-from coterie.task import Data
-from coterie.tree import flat, stack, take
 
 
 def images(n, seed=0, side=8):

@@ -4,18 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+from coterie.core.PLAN import Plan
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 import coterie as ct
-from coterie.client import Plan
-from coterie.executors import EXECUTORS
-from coterie.executors.descent import Work, descend
-from coterie.executors.graphs import Recording, Replayed
-from coterie.executors.kernels import descend_on_chip, fits
-from coterie.key import Key
-from coterie.split import FirstLinear, Head
-from coterie.tree import flat, leaves, tree_map
+from coterie.core.first_layer import FirstLinear, Head
+from coterie.core.key import Key
+from coterie.core.pytree import flat, leaves, tree_map
+from coterie.engines import EXECUTORS
+from coterie.engines.descent import Work, descend
+from coterie.engines.graphs import Recording, Replayed
+from coterie.engines.kernels import descend_on_chip, fits
 
 CPU = torch.device("cpu")
 
@@ -146,10 +146,10 @@ def test_what_is_replayed_is_never_overwritten():
 
 @pytest.mark.parametrize("algorithm", [ct.IFCA(3), ct.LocalOnly()], ids=["ifca", "local"])
 def test_replayed_rounds_in_several_chunks_equal_plain_ones(algorithm, ragged, monkeypatch):
-    monkeypatch.setattr("coterie.executors.fused.CACHED", 1)  # one client a chunk
+    monkeypatch.setattr("coterie.engines.vectorised.CACHED", 1)  # one client a chunk
     task = ct.Task.classifier(deep(64, 10))
     plain = after("vectorised", algorithm, task, ragged, 6)
-    monkeypatch.setattr("coterie.executors.fused.descend", Pretend(descend))
+    monkeypatch.setattr("coterie.engines.vectorised.descend", Pretend(descend))
     replayed = after("vectorised", algorithm, task, ragged, 6)
     assert torch.equal(flat(plain[0]), flat(replayed[0])) and torch.equal(plain[2], replayed[2])
 
@@ -160,8 +160,8 @@ def test_recorded_steps_equal_plain_ones(monkeypatch, clients):
     algorithm = ct.UIFCA(k=2, init="random", restarts=1, closed=False, tau=6, steps=2, batch=8)
     ends = []
     for devices in ((), ("cpu",)):
-        monkeypatch.setattr("coterie.executors.vectorised.RECORDING", devices)
-        monkeypatch.setattr("coterie.executors.vectorised.Replayed", Pretend)
+        monkeypatch.setattr("coterie.engines.vmap.RECORDING", devices)
+        monkeypatch.setattr("coterie.engines.vmap.Replayed", Pretend)
         ends.append(flat(ct.fit(algorithm, ct.Task.density(ct.models.AffineFlow(3)), federation, rounds=2).state.theta))
     assert torch.equal(*ends)
 
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_made_anew_and_the_log_says_so(monkeypatch):
     task, algorithm = ct.Task.regressor(ct.models.Linear(20, 1)), ct.FedAvg(lr=0.02)
     federation = ct.data.linear_mixture(12, 8, 20, 2)
     plain = after("vectorised", algorithm, task, federation, 3)
-    monkeypatch.setattr("coterie.executors.store.free_memory", lambda device: 16)
+    monkeypatch.setattr("coterie.engines.store.free_memory", lambda device: 16)
     tight = after("vectorised", algorithm, task, federation, 3)
     assert torch.allclose(flat(plain[0]), flat(tight[0]), atol=1e-6)
     assert sum("no more Gram matrices are kept" in m for m in tight[3].messages) == 1

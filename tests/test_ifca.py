@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.algorithms.ifca import State
-from coterie.algorithms.starts import Start
-from coterie.executors import EXECUTORS
-from coterie.key import Key
-from coterie.reproduce.rounds import last_state, states
+from coterie.core.key import Key
+from coterie.engines import EXECUTORS
+from coterie.methods.ifca import State
+from coterie.parts.starts import Start
+from coterie_lab.reproduce.rounds import last_state, states
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from coterie import metrics
+from coterie.runs import metrics
 
 LABELS, GROUPS = np.array([3, 3, 1, 1, 1, 7]), np.array([0, 0, 1, 1, 0, 0])
 

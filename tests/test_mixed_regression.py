@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.algorithms.fedx import proximal
-from coterie.algorithms.kmeans import kmeans
-from coterie.algorithms.moment_descent import Anchors
-from coterie.client import Local
-from coterie.executors import EXECUTORS
-from coterie.federation import Federation, Packed
-from coterie.key import Key
-from coterie.task import Data
-from coterie.tree import flat, stack
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
+from coterie.core.pytree import flat, stack
+from coterie.core.step import Local
+from coterie.core.task import Data
+from coterie.engines import EXECUTORS
+from coterie.methods.fedx import proximal
+from coterie.methods.moment_descent import Anchors
+from coterie.parts.kmeans import kmeans
 
 every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
 

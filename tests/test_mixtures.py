@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.algorithms.starts import FarthestFirst
-from coterie.cohort import sampled
+from coterie.core.cohort import sampled
+from coterie.core.key import Key
 from coterie.data.synthetic import linear_draws, linear_mixture, linear_truth
-from coterie.executors.products import Factor
-from coterie.executors.sequential import Sequential
-from coterie.key import Key
+from coterie.engines.products import Factor
+from coterie.engines.sequential import Sequential
 from coterie.models import Linear
-from coterie.reproduce.mixtures import Mixtures, Runs, farthest_first, ifca
-from coterie.reproduce.rounds import last_state
+from coterie.parts.starts import FarthestFirst
+from coterie_lab.reproduce.mixtures import Mixtures, Runs, farthest_first, ifca
+from coterie_lab.reproduce.rounds import last_state
 
 SETTINGS = [(0.5, 0.1), (1.0, 0.3)]  # scale and noise
 LR = [0.4, 0.1]

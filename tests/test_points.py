@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.algorithms.held_out import held_out, surprise
-from coterie.algorithms.kfed import KFED
-from coterie.algorithms.kmeans import lloyd, seeded, spread
-from coterie.algorithms.shrinkage import Moments, covariances
-from coterie.client import Local
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import flat, stack
+from coterie.core.step import Local
+from coterie.core.task import Data
 from coterie.data.points import gaussian_centres
-from coterie.executors import EXECUTORS
-from coterie.federation import Federation
-from coterie.key import Key
-from coterie.task import Data
-from coterie.tree import flat, stack
+from coterie.engines import EXECUTORS
+from coterie.methods.kfed import KFED
+from coterie.parts.held_out import held_out, surprise
+from coterie.parts.kmeans import lloyd, seeded, spread
+from coterie.parts.shrinkage import Moments, covariances
 
 
 def flow(d=32):
@@ -156,7 +156,7 @@ def test_without_a_ridge_several_restarts_do_as_one_does():
 
 
 def test_if_no_point_is_held_out_all_judge(monkeypatch):
-    monkeypatch.setattr("coterie.algorithms.held_out.HELD_OUT", 0.0)
+    monkeypatch.setattr("coterie.parts.held_out.HELD_OUT", 0.0)
     tiny = Federation.from_clients([(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(2))])
     run = ct.fit(ct.UIFCA(k=1, init="random", restarts=2), flow(2), tiny, rounds=1)
     assert not run.state.held.number.any() and run.state.quality.all()

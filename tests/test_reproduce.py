@@ -5,7 +5,7 @@ import json
 import pytest
 
 from coterie.data.source import folder
-from coterie.reproduce import experiments, reproduce
+from coterie_lab.reproduce import experiments, reproduce
 
 
 def needs(file, name):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie import record
-from coterie.evaluate import Scores
-from coterie.progress import Progress
+from coterie.runs import folder as record
+from coterie.runs.evaluate import Scores
+from coterie.runs.progress import Progress
 
 TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 

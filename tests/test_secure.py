@@ -7,22 +7,22 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from coterie.secure.cohort import Secure
 from cryptography.exceptions import InvalidTag
 
 import coterie as ct
-from coterie import run as run_module
-from coterie.client import ClientStep, Reply
-from coterie.cohort import slot_mean
-from coterie.config import build
-from coterie.executors import EXECUTORS
-from coterie.federation import Federation
-from coterie.key import Key
-from coterie.record import read_config
+from coterie.core.cohort import slot_mean
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.pytree import flat
+from coterie.core.step import ClientStep, Reply
+from coterie.engines import EXECUTORS
+from coterie.runs import fit as run_module
+from coterie.runs.config import build
+from coterie.runs.folder import read_config
 from coterie.secure import shamir
-from coterie.secure.cohort import Secure
 from coterie.secure.masks import Pair, mask, seal, simulated, unseal
 from coterie.secure.protocol import Client, Session, Sheet, Terms, TooFewLeft
-from coterie.tree import flat
 
 CPU = torch.device("cpu")
 SLOTS, WIDTH = 3, 200

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import coterie as ct
-from coterie import record
 from coterie.cli.main import main as command_line
-from coterie.client import ClientStep, Reply
-from coterie.config import build
-from coterie.executors import EXECUTORS, ranks
-from coterie.executors.sharded import deal
-from coterie.key import Key
-from coterie.tree import flat
+from coterie.core.key import Key
+from coterie.core.pytree import flat
+from coterie.core.step import ClientStep, Reply
+from coterie.engines import EXECUTORS, ranks
+from coterie.engines.sharded import deal
+from coterie.runs import folder as record
+from coterie.runs.config import build
 
 TASK = ct.Task.classifier(ct.models.MLP(6, 5, 3))
 CASES = {

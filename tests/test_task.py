@@ -4,10 +4,10 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import coterie as ct
-from coterie.config import build_task
-from coterie.key import Key
-from coterie.task import Data
-from coterie.tree import stack, take
+from coterie.core.key import Key
+from coterie.core.pytree import stack, take
+from coterie.core.task import Data
+from coterie.runs.config import build_task
 
 
 def rows(x, y):

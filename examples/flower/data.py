@@ -3,7 +3,7 @@
 from flwr.app import Context
 
 from coterie.data import rotated_digits
-from coterie.federation import Federation
+from coterie.core.federation import Federation
 
 CLIENTS = 12  # of the whole federation, of which a node has a share
 

@@ -5,63 +5,66 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from coterie import data, models
-    from coterie.algorithms import (
-        CFL,
-        IFCA,
-        KFED,
-        UIFCA,
-        Balanced,
-        ClusterGAN,
-        Disturbed,
-        FarthestFirst,
-        FedAvg,
-        FedX,
-        LocalOnly,
-        MixedRegression,
-        MomentDescent,
-        Random,
-        RandomGroups,
-    )
-    from coterie.diagnosis import Diagnosis, diagnose
-    from coterie.evaluate import Scores
-    from coterie.federation import Federation
-    from coterie.result import Diverged, Run
-    from coterie.run import fit
+if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names are found as `__getattr__` says
+    from coterie import data, models, testing
+    from coterie.core.federation import Federation
+    from coterie.core.registry import register
+    from coterie.core.task import Task
+    from coterie.core.uplink import Quantise
+    from coterie.methods.cfl import CFL
+    from coterie.methods.clustergan import ClusterGAN
+    from coterie.methods.fedavg import FedAvg
+    from coterie.methods.fedx import FedX
+    from coterie.methods.ifca import IFCA
+    from coterie.methods.kfed import KFED
+    from coterie.methods.local_only import LocalOnly
+    from coterie.methods.mixed_regression import MixedRegression
+    from coterie.methods.moment_descent import MomentDescent
+    from coterie.methods.uifca import UIFCA, Disturbed
+    from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
+    from coterie.runs.diagnosis import Diagnosis, diagnose
+    from coterie.runs.evaluate import Scores
+    from coterie.runs.fit import fit
+    from coterie.runs.run import Diverged, Run
     from coterie.secure import SecureSum
-    from coterie.task import Task
 
-__version__ = "0.1.0"
-
-__all__ = [
-    "CFL", "IFCA", "KFED", "UIFCA", "Balanced", "ClusterGAN", "Diagnosis", "Disturbed", "Diverged", "FarthestFirst",
-    "FedAvg", "FedX", "Federation", "LocalOnly", "MixedRegression", "MomentDescent", "Random", "RandomGroups", "Run",
-    "Scores", "SecureSum", "Task", "data", "diagnose", "fit", "models",
-]  # fmt: skip
+__version__ = "0.2.0"
 
 _HOMES = {
-    "diagnosis": ("Diagnosis", "diagnose"),
-    "evaluate": ("Scores",),
-    "federation": ("Federation",),
-    "result": ("Diverged", "Run"),
-    "run": ("fit",),
+    "core.federation": ("Federation",),
+    "core.registry": ("register",),
+    "core.task": ("Task",),
+    "runs.diagnosis": ("Diagnosis", "diagnose"),
+    "runs.evaluate": ("Scores",),
+    "runs.fit": ("fit",),
+    "runs.run": ("Diverged", "Run"),
     "secure": ("SecureSum",),
-    "task": ("Task",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("data", "models", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for, and not before: a node's thin ClientApp needs no torch, which loads for seconds."""
-    if name not in __all__:
+    """Load what is asked for, and not before: a node's thin ClientApp needs no torch, which loads for seconds.
+
+    Whatever is registered as a method, a start or an uplink is found by the name of its class.
+    """
+    if name.startswith("_"):
         raise AttributeError(f"module 'coterie' has no attribute '{name}'")
-    if name in ("data", "models"):
+    if name in _MODULES:
         return importlib.import_module(f"coterie.{name}")
-    found = getattr(importlib.import_module(f"coterie.{_HOME.get(name, 'algorithms')}"), name)
-    globals()[name] = found
-    return found
+    if name in _HOME:
+        return getattr(importlib.import_module(f"coterie.{_HOME[name]}"), name)
+    registered = _registered()
+    if name not in registered:
+        raise AttributeError(f"module 'coterie' has no attribute '{name}'")
+    return registered[name]
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*_HOME, *_MODULES, *_registered()])
+
+
+def _registered() -> dict[str, type]:
+    known = importlib.import_module("coterie.core.registry").known
+    return {cls.__name__: cls for kind in ("method", "start", "uplink") for cls in known(kind).values()}

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from coterie import snapshot
-from coterie.algorithms.base import Algorithm, PointAlgorithm
-from coterie.config import build_algorithm, build_task
-from coterie.federation import Federation
-from coterie.record import read_checkpoint, read_config, read_result
-from coterie.result import assign
-from coterie.task import Task
+from coterie.core.federation import Federation
+from coterie.core.method import Method
+from coterie.core.task import Task
+from coterie.runs.config import build_algorithm, build_task
+from coterie.runs.folder import read_checkpoint, read_config, read_result
+from coterie.runs.run import assign
+from coterie.storage import snapshot
 
 log = logging.getLogger("coterie")
 
@@ -25,7 +25,7 @@ log = logging.getLogger("coterie")
 def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     """The cluster of every client in a file: dicts of client, rows, cluster. Of every row, if the run groups points."""
     algorithm, task, state = restored(run)
-    if isinstance(algorithm, PointAlgorithm):
+    if algorithm.needs.points:
         return _assign_points(algorithm, task, state, data)
     kind = read_config(run)["task"]["kind"]
     clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
@@ -37,7 +37,7 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _assign_points(algorithm: PointAlgorithm, task: Task, state: Any, path: Path) -> list[dict[str, Any]]:
+def _assign_points(algorithm: Method, task: Task, state: Any, path: Path) -> list[dict[str, Any]]:
     """The cluster of every row of a file: dicts of client, row, cluster, in the file's order; y is not looked at."""
     x, _, client = _read(path, targets=False)
     clients = _by_client(x.astype(np.float32), np.zeros(len(x), dtype=np.int64), client)
@@ -57,7 +57,7 @@ def write_csv(found: list[dict[str, Any]], path: Path) -> None:
     snapshot.write_text(path, text.getvalue())
 
 
-def restored(run: Path) -> tuple[Algorithm, Task, Any]:
+def restored(run: Path) -> tuple[Method, Task, Any]:
     """The algorithm, the task and the last state of a finished run."""
     read_result(run)  # says so if the run is not finished
     config = read_config(run)

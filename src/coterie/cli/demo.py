@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import coterie as ct
-from coterie import plots
-from coterie.record import read_result
-from coterie.snapshot import write_text
+from coterie.runs import plots
+from coterie.runs.folder import read_result
+from coterie.storage.snapshot import write_text
 
 CLIENTS, ROUNDS, SEED = 80, 60, 0
 METHODS: dict[str, ct.FedAvg | ct.LocalOnly | ct.IFCA] = {

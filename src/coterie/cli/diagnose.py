@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from coterie.cli.assign import restored
-from coterie.config import build_federation
+from coterie.core.cohort import Cohort
+from coterie.core.key import Key
+from coterie.core.pytree import to_device
 from coterie.data import DATASETS
-from coterie.diagnosis import Diagnosis, diagnose_state
-from coterie.executors import find_device, find_executor
-from coterie.key import Key
-from coterie.record import read_config
-from coterie.tree import to_device
+from coterie.engines import find_device, find_engine
+from coterie.runs.config import build_federation
+from coterie.runs.diagnosis import Diagnosis, diagnose_state
+from coterie.runs.folder import read_config
 
 
 def diagnose_folder(path: Path, device: str) -> Diagnosis:
@@ -23,5 +24,5 @@ def diagnose_folder(path: Path, device: str) -> Diagnosis:
             f"{path} was trained from Python on data of its own; use coterie.diagnose(federation, run) there"
         )
     place = find_device(device)
-    cohort = find_executor("vectorised")(build_federation(table), task, Key.of(0), place)
+    cohort = Cohort(find_engine("vectorised")(build_federation(table), task, Key.of(0), place))
     return diagnose_state(cohort, algorithm, to_device(state, place))

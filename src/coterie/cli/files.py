@@ -20,6 +20,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """A result."""
-    from coterie.snapshot import write_text
+    from coterie.storage.snapshot import write_text
 
     write_text(path, json.dumps(content, indent=1) + "\n")

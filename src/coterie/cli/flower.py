@@ -13,7 +13,7 @@ from rich.console import Console
 
 from coterie.cli import show as display
 from coterie.cli.files import read_toml
-from coterie.progress import Progress
+from coterie.runs.progress import Progress
 
 if TYPE_CHECKING:
     from coterie.flower.lab import Lab

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import shutil
 import sys
 import time
@@ -16,10 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli import demo as demo_module
-from coterie.cli import flower
+from coterie.cli import flower, lab
 from coterie.cli import show as display
-from coterie.cli.files import read_toml, write_json
-from coterie.executors import ranks
+from coterie.cli.files import read_toml
+from coterie.cli.options import Device, Json
+from coterie.engines import ranks
 
 app = typer.Typer(
     help="Find the hidden groups of a federation's clients and train one model per group.",
@@ -29,11 +29,10 @@ app = typer.Typer(
 )
 
 app.add_typer(flower.app, name="flower")
+app.add_typer(lab.bench, name="bench")
+app.command()(lab.reproduce)
 
 PATIENCE = 10  # seconds that a failed process waits for the first one to tell why
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 @app.command()
@@ -59,8 +58,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train what a configuration describes."""
-    from coterie.config import build
-    from coterie.run import fit
+    from coterie.runs.config import build
+    from coterie.runs.fit import fit
 
     tables = read_toml(config)
     for assignment in sets or []:
@@ -85,7 +84,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """What a run found: its clusters, its scores, its last rounds."""
-    from coterie import plots
+    from coterie.runs import plots
 
     display.emit(display.summary(run), as_json, lambda: display.show(run))
     if picture:
@@ -126,92 +125,12 @@ def diagnose(
     display.emit(told, as_json, lambda: display.text(str(found)))
 
 
-@app.command()
-def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment: see `coterie list`.")],
-    quick: Annotated[bool, typer.Option("--quick", help="A small version that shows that it runs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Run the experiment behind a table or figure of a paper, beside the paper's numbers."""
-    from coterie.reproduce import reproduce as run_experiment
-
-    result = run_experiment(name, quick=quick, out=out, device=device)
-    display.emit(result, as_json, lambda: display.experiment(result))
-
-
-bench = typer.Typer(help="Measure speed, as ratios in one run, and scale.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.callback()
-def _tell_as_it_goes(context: typer.Context) -> None:
-    """Each figure on stderr as soon as it is there: a benchmark takes minutes."""
-    log, handler = logging.getLogger("coterie"), logging.StreamHandler()
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    context.call_on_close(lambda: log.removeHandler(handler))
-
-
-@bench.command()
-def speed(
-    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the clients.")] = False,
-    device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,
-    as_json: Json = False,
-) -> None:
-    """One round done every way and by other libraries, against the plain loop and against the arithmetic floor."""
-    from coterie.bench.speed import measure
-    from coterie.executors import find_device
-
-    rows = measure(device, quick=quick)
-    if out:
-        write_json(out / f"speed-{find_device(device).type}.json", rows)
-    display.emit(rows, as_json, lambda: display.speeds(rows))
-
-
-@bench.command()
-def scale(
-    quick: Annotated[bool, typer.Option("--quick", help="Up to 10,000 clients.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for scale.json and the picture, scale.png.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Seconds per round and peak memory against the number of clients, from 100 to a million."""
-    from coterie import plots
-    from coterie.bench.scale import measure, slope
-
-    rows = measure(quick=quick)
-    if out:
-        write_json(out / "scale.json", rows)
-        plots.scale(out / "scale.png", rows, slope(rows))
-    display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
-
-
-@bench.command(name="flower")
-def bench_flower(
-    quick: Annotated[bool, typer.Option("--quick", help="One node only.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for flower.json and the picture, flower.png.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Seconds per round of a real federation on this machine, and the bytes on its wire."""
-    flower.check_installed()
-    from coterie import plots
-    from coterie.bench.flower import measure
-
-    rows = measure(quick=quick)
-    if out:
-        write_json(out / "flower.json", rows)
-        plots.federations(out / "flower.png", rows)
-    display.emit(rows, as_json, lambda: display.federations(rows))
-
-
 @app.command(name="list")
 def list_all(as_json: Json = False) -> None:
     """Methods, data sets, models and experiments that there are."""
     from coterie.cli.inventory import inventory
 
-    found = inventory()
+    found = inventory(lab.lab("reproduce").experiments())
     display.emit(found, as_json, lambda: display.tables(found))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from coterie.parameter_tree import drawn
-from coterie.record import read_config, read_history, read_result
+from coterie.core.model_tree import drawn
+from coterie.runs.folder import read_config, read_history, read_result
 
 console = Console()
 

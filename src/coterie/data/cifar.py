@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
 from coterie.data.source import dataset, deal, download, folder, keep
-from coterie.federation import Federation, Packed
 
 _URL, _MD5 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"
 _FILES = [f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]

@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation
 from coterie.data.heterogeneity import permute_labels, rotate
 from coterie.data.source import dataset, deal
-from coterie.federation import Federation
 
 _TEST = 360  # images kept for testing
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 from coterie.data.source import change
-from coterie.federation import Federation, Packed
-from coterie.key import Key
 
 
 @change

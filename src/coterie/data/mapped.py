@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from coterie.core.federation import Federation
 from coterie.data.source import dataset
-from coterie.federation import Federation
 
 
 @dataset

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 from coterie.data.points import dealt
 from coterie.data.source import dataset, deal, fetch
-from coterie.federation import Federation, Packed
-from coterie.key import Key
 
 _HOME = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FILES = {

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 from coterie.data.source import dataset, folder
-from coterie.federation import Federation, Packed
-from coterie.key import Key
 
 Document = list[str]  # its words
 Topics = list[list[Document]]  # the documents of every topic

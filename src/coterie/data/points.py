@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 from coterie.data.source import dataset
-from coterie.federation import Federation, Packed
-from coterie.key import Key
 
 _TRUTH, _LABELS, _POINTS = range(3)  # streams under the seed
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 from coterie.data.source import dataset
-from coterie.federation import Federation, Packed
-from coterie.key import Key
 
 _TRUTH, _LABELS, _SIZES, _ROWS, _SPREAD = range(5)  # streams under the seed
 

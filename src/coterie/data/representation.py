@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from coterie.core.federation import Federation
 from coterie.data.mnist import images
 from coterie.data.source import change, folder, keep
-from coterie.federation import Federation
 from coterie.models.alexnet import TURNS, AlexNet, rotnet
 
 AT_ONCE = 1000  # images that are represented together

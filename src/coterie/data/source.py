@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.federation import Federation, Packed
-from coterie.key import Key
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 
 DATASETS: dict[str, Callable[..., Federation]] = {}
 CHANGES: dict[str, Callable[..., Federation]] = {}

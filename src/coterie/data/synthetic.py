@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
 from coterie.data.source import dataset
-from coterie.federation import Federation, Packed
-from coterie.key import Key
 
 
 @dataset

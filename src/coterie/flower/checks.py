@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from coterie.tree import leaves
+from coterie.core.pytree import leaves
 
 Verb = Literal["combine", "gather"]
 

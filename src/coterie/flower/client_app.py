@@ -17,7 +17,6 @@ from flwr.clientapp import ClientApp
 
 from coterie.flower import resident
 from coterie.flower.data_file import find_data_file
-from coterie.flower.names import STEPS
 
 Respond = Callable[[str, RecordDict, Context], RecordDict]
 
@@ -30,9 +29,8 @@ def make_app(respond: Respond) -> ClientApp:
         return Message(respond(message.metadata.message_type, message.content, context), reply_to=message)
 
     app.query("enrol")(answer)
-    for step in STEPS:
-        app.train(step)(answer)
-        app.query(step)(answer)
+    app.train("step")(answer)  # which step it is, the message says
+    app.query("step")(answer)
     return app
 
 

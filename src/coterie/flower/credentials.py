@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coterie.snapshot import write_private
+from coterie.storage.snapshot import write_private
 
 DAYS = 365  # for which certificates are valid
 

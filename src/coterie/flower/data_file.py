@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flwr.app import Context
 
-    from coterie.federation import Federation
+    from coterie.core.federation import Federation
 
 NEEDED = "the app needs a data.py with a function federation(context) -> Federation"
 
@@ -30,7 +30,7 @@ def load_federation(file: Path, context: Context) -> Federation:
     Raises:
         ValueError: It has no such function, or that does not give a Federation.
     """
-    from coterie.federation import Federation
+    from coterie.core.federation import Federation
 
     module = _load(file)
     if not hasattr(module, "federation"):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from coterie.core.task import Task
 from coterie.flower.grid import Grid, TooFew, brief, exchange, wait_for
 from coterie.flower.roster import Roster, Site
-from coterie.task import Task
 
 
 def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups: bool = True) -> Roster:

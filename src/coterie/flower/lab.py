@@ -21,7 +21,7 @@ from typing import Any
 
 from coterie.flower.credentials import make_certificates, make_node_key
 from coterie.flower.lock import Held, alone
-from coterie.snapshot import write_text
+from coterie.storage.snapshot import write_text
 
 LINK = "superlink"
 WORKER = "-worker"  # after the name of its node

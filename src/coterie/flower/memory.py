@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie import snapshot
+from coterie.storage import snapshot
 
 FORGOTTEN = 90 * 86400  # seconds after which a run with which nobody has gone on is forgotten
 KEPT = 2  # versions: after the last piece of work, and after the one before, should the last have to be done again

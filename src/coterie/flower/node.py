@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,20 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from coterie.client import Reply
-from coterie.cohort import Cohort, Ledger, Step
-from coterie.config import build_task
-from coterie.executors import find_device
-from coterie.executors.fused import Fused
-from coterie.federation import Federation
+from coterie.core.cohort import Cohort
+from coterie.core.engine import Ledger
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.step import Reply, Secrecy, Step, derived
+from coterie.core.task import Task
+from coterie.engines import find_device, simulated
 from coterie.flower import secure
 from coterie.flower.data_file import load_federation
 from coterie.flower.memory import Memory, Moment
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.roster import Site, mark, named
-from coterie.flower.steps import rebuild_step, types_of
-from coterie.key import Key
-from coterie.precision import check_precision
-from coterie.task import Task
+from coterie.flower.steps import rebuild_step, rebuild_uplink, types_of
+from coterie.runs.config import build_task
 
 
 class Node:
@@ -63,10 +63,16 @@ class Node:
         """
         if secure.SECURE in content:
             told = _words(content, secure.SECURE)
-            return secure.answer(self.memory, told, content, lambda: Reply(**self._step("query", content)))
+            return secure.answer(self.memory, told, content, lambda: self._secret_step(content))
         reply = RecordDict()
         put_tree(reply, "answer", self._step(category, content))
         return reply
+
+    def _secret_step(self, content: RecordDict) -> tuple[Reply, Mapping[str, Secrecy]]:
+        """The replies of the clients, which stay here, and what the server may get of their notes."""
+        told = _words(content, "step")
+        secrecy = derived(rebuild_step(told), _task(str(told["task"]))).secrecy
+        return Reply(**self._step("query", content)), secrecy
 
     def _step(self, category: str, content: RecordDict) -> dict[str, Any]:
         told = _words(content, "step")
@@ -74,15 +80,15 @@ class Node:
             raise ValueError(f"site '{self.site}' has other clients now than when it enrolled")
         step = rebuild_step(told)
         types = types_of(step)
-        shared = get_tree(content, "shared", types)
+        message = get_tree(content, "message", types)
         rows = get_tree(content, "rows", {}) if "rows" in content else None
         moment = Moment.of(told)
         cohort = self._cohort(told)
         self._recall(cohort.ledger, moment, types)
         if "choose" in content:
-            rows = _chosen(cohort, _words(content, "choose"), shared, int(told["slots"]))
+            rows = _chosen(cohort, _words(content, "choose"), message, int(told["slots"]))
         memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
-        answer = _run(category, cohort, step, shared, int(told["slots"]), rows)
+        answer = _run(category, cohort, step, message, int(told["slots"]), rows)
         if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
             self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
         if len(cohort.ledger.chunks) > chunks:
@@ -100,8 +106,9 @@ class Node:
         """The clients that are asked for, at the moment of the server: their draws are the simulator's."""
         key = Key(tuple(int(i) for i in json.loads(str(told["key"]))))
         when = [int(i) for i in json.loads(str(told["when"]))]
-        precision = check_precision(str(told["precision"]), self.device)
-        cohort = Fused(self.federation, _task(str(told["task"])), key, self.device, precision=precision)
+        uplink, precision = rebuild_uplink(str(told.get("uplink", "[]"))), str(told["precision"])
+        task = _task(str(told["task"]))
+        cohort = simulated(self.federation, task, key, device=self.device, uplink=uplink, precision=precision)
         some = torch.tensor([int(i) for i in told["clients"]])
         if not len(some) or int(some.min()) < 0 or int(some.max()) >= len(self.federation):
             raise ValueError(f"site '{self.site}' has {len(self.federation)} clients, others were asked for")
@@ -118,18 +125,18 @@ def node_of(context: Context, file: Path) -> Node:
     return Node(site, load_federation(file, context), memory, str(config.get("device", "cpu")))
 
 
-def _run(category: str, cohort: Cohort, step: Step, shared: Any, slots: int, rows: Any) -> dict[str, Any]:
+def _run(category: str, cohort: Cohort, step: Step, message: Any, slots: int, rows: Any) -> dict[str, Any]:
     if category == "train":
-        sums = cohort.combine(step, shared, slots=slots, rows=rows)
+        sums = cohort.combine(step, message, slots=slots, rows=rows)
         return {"update": sums.update, "weight": sums.weight, "note": sums.note}
-    reply = cohort.gather(step, shared, slots=slots, rows=rows)
+    reply = cohort.gather(step, message, slots=slots, rows=rows)
     return {"update": reply.update, "weight": reply.weight, "slot": reply.slot, "note": reply.note}
 
 
-def _chosen(cohort: Cohort, told: dict[str, Any], shared: Any, slots: int) -> torch.Tensor:
+def _chosen(cohort: Cohort, told: dict[str, Any], message: Any, slots: int) -> torch.Tensor:
     """The row of what was sent that every client takes, as it finds on its own."""
     rows = "test" if told["on"] == "test" else "train"
-    return cohort.on(rows).gather(rebuild_step(told), shared["theta"], slots=slots).slot.cpu()
+    return cohort.on(rows).gather(rebuild_step(told), message.theta, slots=slots).slot
 
 
 def _words(content: RecordDict, name: str) -> dict[str, Any]:

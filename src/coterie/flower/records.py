@@ -11,7 +11,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from coterie.tree import Outer, formed
+from coterie.core.pytree import Outer, formed
 
 DEEPEST = 16  # levels of a tree; what arrives is not followed further down
 LONGEST = 2**31  # the largest axis of an array

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.federation import Federation
-from coterie.key import Key
-from coterie.packed import Packed
-from coterie.task import Task
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.task import Task
+from coterie.storage.packed import Packed
 
 AWAY = -1  # in place of Flower's number of a node that has not come back yet
 PARTS = ("train", "test")

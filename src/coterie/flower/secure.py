@@ -16,27 +16,28 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from coterie.client import Reply
+from coterie.core.pytree import take, tree_map
+from coterie.core.step import Reply, Secrecy
 from coterie.flower.memory import Memory
 from coterie.flower.records import get_tree, put_tree
-from coterie.secure.cohort import Code
+from coterie.secure.engine import Code
 from coterie.secure.protocol import EXCHANGES, Client, Payload, Sheet, Terms
-from coterie.tree import take, tree_map
 
 SECURE = "secure"  # the record that makes a message one of a session
+Work = Callable[[], tuple[Reply, Mapping[str, Secrecy]]]
 FORM = ("update", "weight", "slot", "note")
 
 log = logging.getLogger("coterie")
 
 
-def answer(memory: Memory, told: Mapping[str, Any], content: RecordDict, work: Callable[[], Reply]) -> RecordDict:
+def answer(memory: Memory, told: Mapping[str, Any], content: RecordDict, work: Work) -> RecordDict:
     """Answer one exchange of a session.
 
     Args:
         memory: Where the node keeps things.
         told: The message's words about the session.
         content: All of the message.
-        work: Runs the step that the message names on the node's clients; asked for in one exchange only.
+        work: Runs the step that the message names on the node's clients; needed in one exchange only.
 
     Raises:
         ValueError: It is not this exchange's turn, or the terms protect nobody.
@@ -155,24 +156,24 @@ def _seat(memory: Memory, told: Mapping[str, Any]) -> Seat:
     return Seat.from_plain(plain)
 
 
-def _answer(seat: Seat, content: RecordDict, work: Callable[[], Reply], reply: RecordDict) -> Payload:
+def _answer(seat: Seat, content: RecordDict, work: Work, reply: RecordDict) -> Payload:
     client = seat.client
     if seat.exchange == "keys":
         return client.keys()
     if seat.exchange == "shares":
         return client.shares(get_payload(content))
     if seat.exchange == "sheets":
-        sealed, found = get_payload(content), work()
+        sealed, (found, secrecy) = get_payload(content), work()
         # The reply of nobody: how replies are formed, from which the server knows how to read the sums.
         put_tree(reply, "form", {name: tree_map(lambda x: x[:0], getattr(found, name)) for name in FORM})
-        return client.sheet(sealed, _sheet(seat, found))
+        return client.sheet(sealed, _sheet(seat, found, secrecy))
     told = whole_numbers(get_tree(content, "told", {}))
     return client.counts(told) if seat.exchange == "counts" else client.sums(told)
 
 
-def _sheet(seat: Seat, found: Reply) -> Sheet:
+def _sheet(seat: Seat, found: Reply, secrecy: Mapping[str, Secrecy]) -> Sheet:
     """The sum of the sheets of the node's clients."""
-    code = Code.of(seat.clip, seat.clients, found, seat.slots, seat.step)
+    code = Code.of(seat.clip, seat.clients, found, seat.slots, seat.step, secrecy)
     try:
         sheets = [code.sheet(take(found, row), f"client {row}") for row in range(len(found.slot))]
     except ValueError as error:

@@ -20,27 +20,28 @@ from flwr.app import Context
 from flwr.serverapp import Grid as FlowerGrid
 from flwr.serverapp import ServerApp
 
-from coterie.algorithms.base import Algorithm
-from coterie.config import build_algorithm, build_secure, build_task
-from coterie.executors.flower import Flower, Language
+from coterie.core.key import Key
+from coterie.core.method import Method
+from coterie.core.precision import Precision, check_precision
+from coterie.core.settings import nearest_name, setting, validate
+from coterie.core.task import Task
 from coterie.flower.data_file import find_data_file
+from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol, plain_task
 from coterie.flower.grid import Grid, wait_for
 from coterie.flower.lock import Held, alone
+from coterie.flower.membership import FlowerMembership
 from coterie.flower.roster import Roster
-from coterie.flower.steps import describe_step, types_of
-from coterie.precision import Precision, check_precision
-from coterie.record import read_roster
-from coterie.result import Run
-from coterie.run import fit_on
-from coterie.settings import nearest_name, setting, validate
-from coterie.task import Task
+from coterie.runs.config import build_algorithm, build_run, build_task
+from coterie.runs.fit import check_uplink, fit_on
+from coterie.runs.folder import read_roster
+from coterie.runs.run import Run
 
 log = logging.getLogger("coterie")
 
 PATIENCE = 60.0  # seconds to wait for another server to leave a run folder
 
-RUN = ("rounds", "seed", "precision", "evaluations", "secure")
+RUN = ("rounds", "seed", "precision", "evaluations", "secure", "uplink")
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class Settings:
 class Parsed(NamedTuple):
     """What a config.toml asks for."""
 
-    algorithm: Algorithm
+    algorithm: Method
     task: Task
-    run: dict[str, Any]  # rounds, seed, evaluations, secure
+    run: dict[str, Any]  # rounds, seed, evaluations, secure, uplink
     precision: Precision
 
 
@@ -110,8 +111,8 @@ def parse(tables: dict[str, Any]) -> Parsed:
     algorithm = build_algorithm(tables.get("algorithm", {}))
     task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
     plain_task(task)  # or nodes could not build it
-    if "secure" in run:
-        run["secure"] = build_secure(run["secure"])
+    run = build_run(run)
+    run["uplink"] = check_uplink(run.get("uplink", ()))
     return Parsed(algorithm, task, run, check_precision(run.pop("precision", "float32"), torch.device("cpu")))
 
 
@@ -138,23 +139,22 @@ def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> 
     algorithm, task, asked, precision = parsed
     roster, name = _roster(grid, task, settings, out, secret="secure" in asked)
     log.info("flower: %d clients at %s", len(roster.federation), ", ".join(roster.sites))
-    return fit_on(
-        lambda key: Flower(
+
+    def members(key: Key) -> FlowerMembership:
+        engine = FlowerEngine(
             grid,
             roster,
             task,
             key,
-            Language(describe_step, types_of),
             run=name,
             min_replies=settings.min_replies,
             deadline=settings.deadline,
+            uplink=asked["uplink"],
             precision=precision,
-        ),
-        algorithm,
-        **asked,
-        out=out,
-        resume=settings.resume,
-    )
+        )
+        return FlowerMembership(engine)
+
+    return fit_on(members, algorithm, **asked, out=out, resume=settings.resume)
 
 
 def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> tuple[Roster, str]:

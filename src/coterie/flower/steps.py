@@ -1,34 +1,16 @@
-"""A client step in plain words, and back: a node rebuilds it from names that it knows."""
+"""A client step in plain words, and back: a node rebuilds it from classes that are registered there too."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from typing import Any
 
-from coterie import snapshot
-from coterie.algorithms import ALGORITHMS
-from coterie.client import ClientStep
-from coterie.cohort import Step
-from coterie.config import INITS
-from coterie.evaluate import PointScorer, Scorer
-from coterie.settings import validate
-
-OWNERS: dict[str, type] = {**ALGORITHMS, **INITS, "scorer": Scorer, "point_scorer": PointScorer}
-
-_NAMES = {cls: name for name, cls in OWNERS.items()}
-
-
-def steps_of(owner: type) -> tuple[str, ...]:
-    """The names of the client steps that a class has.
-
-    Example:
-        >>> steps_of(Scorer)
-        ('score', 'score_ensemble', 'tally')
-    """
-    public = ((n, f) for n, f in inspect.getmembers(owner, inspect.isfunction) if not n.startswith("_"))
-    return tuple(n for n, f in public if f.__annotations__.get("return") == ClientStep.__name__)
+from coterie.core.registry import named, owners
+from coterie.core.settings import validate
+from coterie.core.step import Step, client_steps
+from coterie.core.uplink import Uplink
+from coterie.storage import snapshot
 
 
 def describe_step(step: Step) -> dict[str, str]:
@@ -38,7 +20,7 @@ def describe_step(step: Step) -> dict[str, str]:
         >>> import coterie as ct
         >>> plain = describe_step(ct.FedAvg(lr=0.5, tau=2).step)
         >>> plain["owner"], plain["step"]
-        ('fedavg', 'step')
+        ('method.fedavg', 'step')
         >>> rebuild_step(plain).__self__ == ct.FedAvg(lr=0.5, tau=2)
         True
 
@@ -46,10 +28,28 @@ def describe_step(step: Step) -> dict[str, str]:
         ValueError: The clients could not rebuild it; says why.
     """
     owner, name = getattr(step, "__self__", None), getattr(step, "__name__", "")
-    if type(owner) not in _NAMES or name not in steps_of(type(owner)):
+    if named(type(owner)) is None or name not in client_steps(type(owner)):
         whose = type(owner).__name__ if owner is not None else "no class"
-        raise ValueError(f"'{name}' of {whose} cannot be sent to clients: they know only {', '.join(sorted(OWNERS))}")
-    return {"owner": _NAMES[type(owner)], "settings": json.dumps(_settings(owner)), "step": name}
+        raise ValueError(
+            f"'{name}' of {whose} cannot be sent to clients: it must be marked with @client_step, and its class "
+            "registered with @coterie.register"
+        )
+    return {"owner": _name(type(owner)), "settings": json.dumps(_settings(owner)), "step": name}
+
+
+def describe_uplink(uplink: Uplink) -> str:
+    """The transforms of an uplink as JSON.
+
+    Raises:
+        ValueError: One is a function, which nodes could not rebuild.
+    """
+    for transform in uplink.transforms:
+        if named(type(transform)) is None:
+            raise ValueError(
+                f"uplink: {getattr(transform, '__name__', transform)!r} cannot be sent to clients; on Flower a "
+                "transform must be a dataclass that is registered with @coterie.register(name, 'uplink')"
+            )
+    return json.dumps([{"name": _name(type(t)), **_settings(t)} for t in uplink.transforms])
 
 
 def rebuild_step(plain: dict[str, Any]) -> Step:
@@ -59,14 +59,30 @@ def rebuild_step(plain: dict[str, Any]) -> Step:
         ValueError: It names something unknown, or a setting is not allowed.
     """
     owner = _owner(plain.get("owner"), json.loads(str(plain.get("settings", "{}"))))
-    if plain.get("step") not in steps_of(type(owner)):
+    if plain.get("step") not in client_steps(type(owner)):
         raise ValueError(f"{type(owner).__name__} has no client step {plain.get('step')!r}")
     return getattr(owner, str(plain["step"]))
+
+
+def rebuild_uplink(plain: str) -> Uplink:
+    """The uplink that `describe_uplink` described.
+
+    Raises:
+        ValueError: It names something that is no transform.
+    """
+    found = tuple(_value(table) for table in json.loads(plain))
+    if any(not callable(transform) for transform in found):
+        raise ValueError("an uplink is made of transforms")
+    return Uplink(found)
 
 
 def types_of(step: Step) -> dict[str, type]:
     """The NamedTuples of which a step's trees may be made."""
     return snapshot.named_tuples(type(getattr(step, "__self__", None)))
+
+
+def _name(cls: type) -> str:
+    return next(name for name, own in owners().items() if own is cls)
 
 
 def _settings(owner: Any) -> dict[str, Any]:
@@ -76,8 +92,8 @@ def _settings(owner: Any) -> dict[str, Any]:
 def _plain(value: Any, owner: str, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if type(value) in _NAMES:
-        return {"name": _NAMES[type(value)], **_settings(value)}
+    if named(type(value)) is not None:
+        return {"name": _name(type(value)), **_settings(value)}
     if name == "init":  # models that the user brought: they travel with the steps that need them
         return []
     if isinstance(value, tuple | list):
@@ -86,13 +102,14 @@ def _plain(value: Any, owner: str, name: str) -> Any:
 
 
 def _owner(name: Any, settings: Any) -> Any:
-    if not isinstance(name, str) or name not in OWNERS or not isinstance(settings, dict):
-        raise ValueError(f"{name!r} is not known here; known are {', '.join(sorted(OWNERS))}")
-    known = {f.name for f in dataclasses.fields(OWNERS[name])}
+    classes = owners()
+    if not isinstance(name, str) or name not in classes or not isinstance(settings, dict):
+        raise ValueError(f"{name!r} is not known here; known are {', '.join(sorted(classes))}")
+    known = {f.name for f in dataclasses.fields(classes[name])}
     if not settings.keys() <= known:
         raise ValueError(f"{name} has no setting '{min(settings.keys() - known)}'; is this node's coterie another one?")
     try:
-        owner = OWNERS[name](**{n: _value(v) for n, v in settings.items()})
+        owner = classes[name](**{n: _value(v) for n, v in settings.items()})
     except TypeError as error:  # a setting is missing
         raise ValueError(f"{name}: {error}") from error
     validate(owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.snapshot import write_text
+from coterie.storage.snapshot import write_text
 
 # Of examples/flower. What .gitignore names is not sent to nodes: a federation's keys and tokens, and runs.
 APP = ("pyproject.toml", "data.py", "ifca.toml", ".gitignore")

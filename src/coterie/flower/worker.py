@@ -20,7 +20,7 @@ from flwr.app import Context, RecordDict
 from coterie.flower.data_file import forget
 from coterie.flower.node import Node, node_of
 from coterie.flower.resident import ADDRESS, from_bytes, to_bytes
-from coterie.snapshot import write_private
+from coterie.storage.snapshot import write_private
 
 log = logging.getLogger("coterie")
 

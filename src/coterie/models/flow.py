@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from coterie.tree import Params
+from coterie.core.pytree import Params
 
 
 class AffineFlow(nn.Module):

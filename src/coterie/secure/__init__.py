@@ -1,14 +1,14 @@
 """The secure sum: the server learns sums and counts by cluster, never an update nor who is in which cluster.
 
-`shamir` shares secrets, `masks` holds the primitives, `protocol` the two sides of a session, `cohort` what algorithms
-see of it. All but the settings below need the package `cryptography`.
+`shamir` shares secrets, `masks` holds the primitives, `protocol` the two sides of a session, `engine` what methods see
+of it. All but the settings below need the package `cryptography`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.settings import setting
+from coterie.core.settings import setting
 
 
 @dataclass(frozen=True)

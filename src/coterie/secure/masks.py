@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from coterie.key import Key
+from coterie.core.key import Key
 
 SECRET = 32  # bytes of a seed, of a secret key and of a public key
 TAG = 16  # bytes by which a sealed message is longer

@@ -1,0 +1,89 @@
+"""The commands of the laboratory, which is a package of its own and is loaded when one of them runs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coterie.cli import flower
+from coterie.cli import show as display
+from coterie.cli.files import write_json
+from coterie.cli.options import Device, Json
+from coterie.engines import find_device
+from coterie.runs import plots
+
+
+def lab(name: str) -> Any:
+    """A module of the laboratory."""
+    return importlib.import_module(f"coterie_lab.{name}")
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="An experiment: see `coterie list`.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small version that shows that it runs.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Run the experiment behind a table or figure of a paper, beside the paper's numbers."""
+    result = lab("reproduce").reproduce(name, quick=quick, out=out, device=device)
+    display.emit(result, as_json, lambda: display.experiment(result))
+
+
+bench = typer.Typer(help="Measure speed, as ratios in one run, and scale.", no_args_is_help=True)
+
+
+@bench.callback()
+def _log_to_stderr(context: typer.Context) -> None:
+    """Each figure on stderr as soon as it is there: a benchmark takes minutes."""
+    log, handler = logging.getLogger("coterie"), logging.StreamHandler()
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    context.call_on_close(lambda: log.removeHandler(handler))
+
+
+@bench.command()
+def speed(
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the clients.")] = False,
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """One round done every way and by other libraries, against the plain loop and against the arithmetic floor."""
+    rows = lab("bench.speed").measure(device, quick=quick)
+    if out:
+        write_json(out / f"speed-{find_device(device).type}.json", rows)
+    display.emit(rows, as_json, lambda: display.speeds(rows))
+
+
+@bench.command()
+def scale(
+    quick: Annotated[bool, typer.Option("--quick", help="Up to 10,000 clients.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for scale.json and the picture, scale.png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Seconds per round and peak memory against the number of clients, from 100 to a million."""
+    rows, slope = lab("bench.scale").measure(quick=quick), lab("bench.scale").slope
+    if out:
+        write_json(out / "scale.json", rows)
+        plots.scale(out / "scale.png", rows, slope(rows))
+    display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
+
+
+@bench.command(name="flower")
+def bench_flower(
+    quick: Annotated[bool, typer.Option("--quick", help="One node only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for flower.json and the picture, flower.png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Seconds per round of a real federation on this machine, and the bytes on its wire."""
+    flower.check_installed()
+    rows = lab("bench.flower").measure(quick=quick)
+    if out:
+        write_json(out / "flower.json", rows)
+        plots.federations(out / "flower.png", rows)
+    display.emit(rows, as_json, lambda: display.federations(rows))

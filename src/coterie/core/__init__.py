@@ -1,0 +1,1 @@
+"""The contracts: keys, tasks, federations, client steps, cohorts, methods."""

@@ -1,0 +1,136 @@
+"""An engine: where and how clients' steps run. A cohort hands it exchanges, as data; it has two verbs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.precision import Precision
+from coterie.core.pytree import nbytes
+from coterie.core.step import Reply, Step
+from coterie.core.sums import Sums
+from coterie.core.task import Task
+from coterie.core.train import own_rows
+
+_CLIENT = 1  # stream under the key of all clients
+
+
+@dataclass
+class Ledger:
+    """What is kept over a run: bytes, the clients' memories, and what engines found out. All its cohorts share it."""
+
+    bytes_down: int = 0
+    bytes_up: int = 0
+    # What each client keeps for itself; on Flower, the last attempt that counted at each site.
+    memory: dict[int, Any] = field(default_factory=dict)
+    chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
+    messages: list[str] = field(default_factory=list)  # for the log of the run
+    left_out: list[str] = field(default_factory=list)  # sites that failed in this round
+
+    def charge(self, down: int, up: int) -> None:
+        """Count the bytes of an exchange."""
+        self.bytes_down += down
+        self.bytes_up += up
+
+
+class OwnChoice(NamedTuple):
+    """Every client is sent the model that it would choose for itself.
+
+    Attributes:
+        step: A step that is sent all models (k, …) and replies with a slot.
+        part: The rows on which clients choose, "train" or "test".
+    """
+
+    step: Step
+    part: str
+
+
+class Exchange(NamedTuple):
+    """One exchange of the server with some clients.
+
+    Attributes:
+        step: What each client does.
+        message: What the server sends.
+        slots: How many sums there are, or slots to choose from.
+        rows: (clients,) or (clients, parts): client i is sent only these rows of the message. None sends everything.
+        clients: Who, as positions in the federation.
+        part: The rows that are the data of the step: "train" or "test".
+        when: The round, and finer moments of it: the clients' random numbers follow from it.
+        everybody: Whether these are all clients, or one process's share of all.
+        ledger: Where bytes and memories are kept.
+    """
+
+    step: Step
+    message: Any
+    slots: int
+    rows: Tensor | OwnChoice | None
+    clients: Tensor
+    part: str
+    when: tuple[int, ...]
+    everybody: bool
+    ledger: Ledger
+
+    def only(self, at: Tensor) -> Exchange:
+        """The same exchange with the clients at these positions alone."""
+        rows = self.rows[at] if isinstance(self.rows, Tensor) else self.rows
+        whole = self.everybody and len(at) == len(self.clients)
+        return self._replace(clients=self.clients[at], rows=rows, everybody=whole)
+
+    def bytes_down(self) -> int:
+        """What one client is sent."""
+        if not isinstance(self.rows, Tensor):
+            return nbytes(self.message)
+        return nbytes(own_rows(self.message, self.rows[0]))
+
+
+class Engine(ABC):
+    """Carries out exchanges with the clients of one federation, for one task.
+
+    Attributes:
+        name: What users call it.
+        remote: Whether clients are on other machines, and can go back no further than to the round before.
+        sums_only: Whether the server may be given nothing but sums, not even scores.
+        leads: Of several processes that do one run, whether this is the one that writes and logs.
+        federation: All clients.
+        task: What is learnt.
+        key: All clients' random numbers follow from it.
+        device: Where the server's state is kept.
+        precision: Of the clients' matrix products.
+    """
+
+    name: str
+    remote = False
+    sums_only = False
+    leads = True
+
+    def __init__(
+        self, federation: Federation, task: Task, key: Key, device: torch.device, precision: Precision = "float32"
+    ) -> None:
+        self.federation, self.task, self.key = federation, task, key
+        self.device, self.precision = device, precision
+
+    @abstractmethod
+    def combine(self, exchange: Exchange) -> Sums:
+        """Run the step on every client and add the weighted updates up by slot."""
+
+    @abstractmethod
+    def gather(self, exchange: Exchange) -> Reply:
+        """Run the step on every client and return every reply, stacked in the clients' order."""
+
+    def in_the_open(self) -> Engine:
+        """The engine for exchanges that a real federation would not make, such as scoring in a simulation."""
+        return self
+
+    def client_key(self, i: int) -> Key:
+        """A client's own key, by its position in the federation."""
+        return self.key.fold(_CLIENT, int(self.federation.numbers[i]))
+
+    def sizes(self, exchange: Exchange) -> Tensor:
+        """Rows of each client of an exchange."""
+        return self.federation.part(exchange.part).sizes[exchange.clients]

@@ -1,0 +1,69 @@
+"""Models that are linear in their parameters: f(x) = ⟨φ(x), θ⟩, whatever φ is.
+
+φ(x) is the gradient of the output with respect to the parameters, so it need not be told: any module whose output is
+linear in its parameters has one. For `models.Linear` it is the row itself, and a 1 for the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from coterie.core.key import Key
+from coterie.core.pytree import Params, flat
+
+if TYPE_CHECKING:
+    from coterie.core.task import Task
+
+
+def features_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """φ of a module with one output: rows (n, …) to features (n, d), in the order of its parameters."""
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+
+    def phi(x: Tensor) -> Tensor:
+        zero = {name: x.new_zeros(shape) for name, shape in shapes.items()}
+
+        def output(params: Params, row: Tensor) -> Tensor:
+            return functional_call(module, params, (row[None],)).reshape(())
+
+        return flat(vmap(grad(output), in_dims=(None, 0))(zero, x))
+
+    return phi
+
+
+def is_linear(task: Task, x: Tensor) -> bool:
+    """Whether a task's model is ⟨φ(x), θ⟩ with a single output and its loss is squared, tried on some rows."""
+    from coterie.core.task import Data
+
+    if task.features is None:
+        return False
+    rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
+    try:
+        phi = task.features(x)
+        for j in range(2):
+            theta = {name: p.to(x.dtype) for name, p in task.init(Key.of(j)).items()}
+            squared, expected = task.loss(theta, rows), (phi @ flat(theta, 0)).square()  # of f(x), for y = 0
+            if not torch.allclose(squared, expected, rtol=1e-3, atol=1e-5 * float(expected.max().clamp(min=1))):
+                return False
+    except RuntimeError:  # it has several outputs, or takes rows together
+        return False
+    return True
+
+
+def require_linear(task: Task, x: Tensor, who: str) -> None:
+    """Refuse a task whose model is not linear in its parameters.
+
+    Args:
+        task: The task.
+        x: Some rows to try it on.
+        who: Whose need it is, for the message.
+    """
+    if not is_linear(task, x):
+        raise ValueError(
+            f"{who}: the task must be a regression with one output whose model is linear in its parameters, such as "
+            f"Task.regressor(models.Linear({x[0].numel()}, 1))"
+        )

@@ -1,0 +1,194 @@
+"""A federation: m clients of unequal size, packed end to end and readable one client at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.task import Data, Task
+from coterie.storage import mapped
+from coterie.storage.packed import Array, Client, Packed, check_rows, client_name, take_in
+
+__all__ = ["Array", "Federation", "Packed"]
+
+CHECKED = 256 * 2**20  # bytes of rows that are shown to a task together; of x it looks at a single row
+
+
+@dataclass(frozen=True)
+class Federation:
+    """m clients, their rows for training and for testing, and what is known about them.
+
+    Attributes:
+        train: The rows clients learn from; every client has at least one.
+        test: The rows clients are scored on, None where there are none.
+        groups: The true group of every client (m,), when a generator knows it. Used only to score.
+        ids: The clients' names; their positions where None. A client's random numbers follow its name, so
+            renumbering the clients changes nothing.
+        source: A plain description from which the command line can build the federation again.
+
+    Example:
+        >>> fed = Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))])
+        >>> len(fed), fed.train.sizes.tolist()
+        (2, [3, 5])
+    """
+
+    train: Packed
+    test: Packed | None = None
+    groups: Tensor | None = None
+    ids: tuple[str, ...] | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        m = len(self.train.offsets) - 1
+        if m < 1:
+            raise ValueError("Federation: there must be at least one client, got 0")
+        for name, part in (("train", self.train), ("test", self.test)):
+            if part is not None and part.pages is None:  # what lies in files was checked when it was written
+                for first, piece in part.pieces():
+                    check_rows(piece, name, lambda i, first=first: self.name(first + i))
+        for name, given in (("test", self.test and self.test.sizes), ("groups", self.groups), ("ids", self.ids)):
+            if given is not None and len(given) != m:
+                raise ValueError(f"Federation: {name} is given for {len(given)} clients, but there are {m}")
+        if self.ids is not None and len(set(self.ids)) < m:
+            raise ValueError(f"Federation: two clients are called '{Counter(self.ids).most_common(1)[0][0]}'")
+
+    def __len__(self) -> int:
+        return len(self.train.offsets) - 1
+
+    @classmethod
+    def from_clients(
+        cls,
+        train: Sequence[tuple[Array, Array | None]],
+        test: Sequence[tuple[Array, Array | None]] | None = None,
+        groups: Array | Sequence[int] | None = None,
+        ids: Sequence[str] | None = None,
+        source: dict[str, Any] | None = None,
+    ) -> Federation:
+        """A federation from one (x, y) pair per client; float64 becomes float32. y is None for unlabelled points.
+
+        Raises:
+            ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
+        """
+        names = tuple(str(i) for i in ids) if ids is not None else None
+        own = list(take_in(train, lambda i: client_name(i, names), "rows"))
+        if not own:
+            raise ValueError("Federation: there must be at least one client, got 0")
+        tests = list(take_in(test or (), lambda i: client_name(i, names), "test rows", like=own[0].x))
+        truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
+        return cls(Packed.of(own), Packed.of(tests) if tests else None, truth, names, source or {})
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        train: Iterable[Client],
+        test: Iterable[Client] | None = None,
+        groups: Iterable[int] | None = None,
+        ids: Iterable[str] | None = None,
+    ) -> Federation:
+        """Write a federation to a new folder, client by client, and open it: it may be larger than memory.
+
+        Everything may be a generator. All of `train` is drawn first, each client's name with it, then `test`, then
+        `groups`. The rows are checked here, once, and a write that fails leaves nothing behind.
+
+        Args:
+            path: The folder, which must not be there yet.
+            train: A pair (x, y) per client, or pieces of many clients each, which are written faster.
+            test: The same for the rows to score on.
+            groups: The true group of every client.
+            ids: The clients' names.
+
+        Raises:
+            ValueError: As `from_clients`, and if the folder is there already.
+
+        Example:
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as folder:
+            ...     clients = ((torch.ones(n, 2), torch.ones(n)) for n in (3, 5))
+            ...     fed = Federation.create(f"{folder}/ones", clients)
+            ...     fed.train.sizes.tolist(), sorted(file.name for file in Path(f"{folder}/ones").iterdir())
+            ([3, 5], ['federation.json', 'train.offsets', 'train.x', 'train.y'])
+        """
+        with mapped.new_folder(Path(path)) as folder:
+            mapped.write(folder, train, test, groups, ids)
+            cls.open(folder)  # compares the counts, before the folder gets its name
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Federation:
+        """The federation that `create` wrote to a folder, mapped into memory: rows are read when they are used.
+
+        Raises:
+            ValueError: The folder holds none, or a file of it is missing or cut short; says in which client it ends.
+        """
+        return cls(*mapped.read(Path(path)), source={"name": "mapped", "path": str(path)})
+
+    def name(self, i: int) -> str:
+        """What client i is called in messages."""
+        return client_name(i, self.ids)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The integers that the clients' keys are folded with (m,): each follows from the client's name."""
+        if self.ids is None:
+            return torch.arange(len(self))
+        return torch.tensor([_number(name) for name in self.ids])
+
+    def part(self, name: str) -> Packed:
+        """The rows called "train" or "test"; a federation without test rows is tested on its training rows."""
+        return self.test if name == "test" and self.test is not None and len(self.test.x) else self.train
+
+    def select(self, clients: Sequence[int] | Tensor) -> Federation:
+        """The federation of these clients, in this order, under their old names."""
+        keep = torch.as_tensor(clients, dtype=torch.long).tolist()
+        return Federation(
+            Packed.of([self.train.client(i) for i in keep]),
+            self.test and Packed.of([self.test.client(i) for i in keep]),
+            None if self.groups is None else self.groups[keep],
+            tuple(str(i) if self.ids is None else self.ids[i] for i in keep),
+        )
+
+    def map(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], **source: Any) -> Federation:
+        """Every client's rows, train and test, put through `change(i, x, y)`."""
+
+        def apply(part: Packed) -> Packed:
+            return Packed.of([change(i, *part.client(i)) for i in range(len(self))])
+
+        told = {**self.source, **source} if self.source else {}
+        return replace(self, train=apply(self.train), test=self.test and apply(self.test), source=told)
+
+    def check(self, task: Task) -> None:
+        """Refuse data that the task's model cannot take, naming the first client at fault."""
+        for part, where in ((self.train, ""), (self.test, "test rows: ")):
+            for first, piece in part.pieces(CHECKED) if part else ():
+                if fault := _fault(task, piece):
+                    raise ValueError(f"{self.name(first + fault[0])}: {where}{fault[1]}")
+
+
+def _number(name: str) -> int:
+    """A name as an integer; a client named by its old position keeps it."""
+    if name.isdecimal() and len(name) < 16:
+        return int(name)
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+
+
+def _fault(task: Task, rows: Packed) -> tuple[int, str] | None:
+    """The first client whose rows the task's model cannot take, and why; found by halving."""
+    m, n = len(rows.offsets) - 1, len(rows.x)
+    if not n or not (wrong := task.check(Data(rows.x, rows.y, torch.ones(1).expand(n)))):
+        return None
+    if m == 1:
+        return 0, wrong
+    later = m // 2
+    if fault := _fault(task, rows.clients(0, later)):
+        return fault
+    fault = _fault(task, rows.clients(later, m))
+    return fault and (later + fault[0], fault[1])

@@ -1,0 +1,144 @@
+"""What a client computes with its own rows: losses, gradients, local updates, choices. All of it is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.func import grad_and_value, vmap
+
+from coterie.core.adam import Moving
+from coterie.core.key import Key
+from coterie.core.pytree import Params, flat, leaves, stack, tree_map, unflat
+from coterie.core.task import Data, Task
+
+_ROWS = 2  # stream under a client's key
+
+
+def mean_loss(task: Task, params: Params, data: Data) -> Tensor:
+    """F_i(θ): the mean loss over a client's real rows; 0 where it has none."""
+    return (task.loss(params, data) * data.mask).sum() / data.mask.sum().clamp(min=1)
+
+
+def mean_gradient(task: Task, params: Params, data: Data) -> Params:
+    """∇F_i(θ)."""
+    return gradient_of(lambda p: mean_loss(task, p, data), params)[0]
+
+
+def pick(data: Data, rows: Tensor) -> Data:
+    """The rows numbered by `rows`, where -1 stands for no row."""
+    at = rows.clamp(min=0)
+    return Data(data.x[at], data.y[at], data.mask[at] * (rows >= 0))
+
+
+def minibatches(n: int, size: int, steps: int, generator: torch.Generator) -> Tensor:
+    """`steps` batches from repeated shuffled passes over n rows, as row numbers (steps, size); -1 is no row.
+
+    Example:
+        >>> rows = minibatches(5, 2, 3, torch.Generator().manual_seed(0))
+        >>> sorted(rows.flatten().tolist())     # one pass: the last batch holds one row
+        [-1, 0, 1, 2, 3, 4]
+    """
+    per_pass = max(1, -(-n // size))
+    passes = [torch.randperm(n, generator=generator) for _ in range(-(-steps // per_pass))]
+    padded = [torch.nn.functional.pad(p, (0, per_pass * size - n), value=-1) for p in passes]
+    return torch.cat(padded).reshape(-1, size)[:steps]
+
+
+def hold_out(n: int, share: float, key: Key) -> tuple[Tensor, Tensor]:
+    """The rows of a client that are kept out of training, the same in every round, and the others."""
+    order = torch.randperm(n, generator=key.fold(_ROWS).generator())
+    return order[: int(share * n)], order[int(share * n) :]
+
+
+def local_update(
+    task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None = None, prox: float = 0.0
+) -> tuple[Params, Tensor]:
+    """LocalUpdate(θ, γ, τ) of IFCA's Algorithm 1 (lines 18-21): τ steps of (stochastic) gradient descent.
+
+    Returns the last model, and the mean loss of the first one on the rows of the first step.
+
+    Args:
+        task: Gives the loss.
+        theta: The model to start from.
+        data: The client's rows.
+        lr: The step size γ.
+        tau: The number of steps τ.
+        batches: Row numbers of every step's minibatch (τ, size); None takes all rows each time.
+        prox: FedProx's μ: adds μ/2 ‖θ - θ⁽⁰⁾‖² to the loss.
+    """
+    start, first = theta, torch.zeros(())
+    for q in range(tau):
+        batch = data if batches is None else pick(data, batches[q])
+        gradient, loss = gradient_of(lambda p, batch=batch: mean_loss(task, p, batch), theta)
+        first = loss if q == 0 else first
+        if prox:
+            gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, theta, start)
+        theta = tree_map(lambda p, g: torch.addcmul(p, g, lr, value=-1), theta, gradient)  # p - lr · g
+    return theta, first
+
+
+def adam_update(task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None) -> Params:
+    """The model after τ of Adam's steps; the arguments are those of `local_update`."""
+    now = Moving.begin(flat(theta, 0))
+    for q in range(tau):
+        batch = data if batches is None else pick(data, batches[q])
+        slope, _ = gradient_of(lambda p, batch=batch: mean_loss(task, unflat(p["at"], theta), batch), {"at": now.at})
+        now = now.step(slope["at"], lr)
+    return unflat(now.at, theta)
+
+
+def gradient_of(function: Callable[[Params], Tensor], theta: Params) -> tuple[Params, Tensor]:
+    """The gradient of a function, and its value."""
+    if peek_interpreter_stack() is not None:  # inside vmap
+        return grad_and_value(function)(theta)
+    own = {n: p.detach().requires_grad_() for n, p in theta.items()}  # outside of it, this is faster
+    with torch.enable_grad():
+        value = function(own)
+        found = torch.autograd.grad(value, list(own.values()), materialize_grads=True)
+    return dict(zip(own, found, strict=True)), value.detach()
+
+
+def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap` over models; those with convolutions go one after another, for vmap would group them, which is slow."""
+
+    def every(*args: Any) -> Any:
+        if not any(x.dim() > 4 for x in leaves(args[0])):
+            return vmap(function)(*args)
+        models = range(len(leaves(args[0])[0]))
+        return stack([function(*tree_map(lambda x, i=i: x[i], args)) for i in models])
+
+    return every
+
+
+def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
+    """Argmin over j of F(θ_j) on these rows, and that loss, for models stacked (k, …)."""
+    losses = vmap(lambda t: mean_loss(task, t, data))(theta)
+    j = losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin()  # nobody chooses a model that has diverged
+    return j, losses.index_select(0, j.reshape(1))[0]
+
+
+def each_nearest(task: Task, theta: Params, data: Data) -> Tensor:
+    """Argmin over j of the loss of θ_j for every row (n,), for models stacked (k, …)."""
+    losses = each_model(lambda t: task.loss(t, data))(theta)
+    return losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0)
+
+
+def membership(label: Tensor, k: int, mask: Tensor) -> Tensor:
+    """1 where a real row (n,) is in a cluster (n, k)."""
+    return (label[:, None] == torch.arange(k, device=label.device)) * mask[:, None]
+
+
+def remembered(labels: Any, n: int) -> Tensor:
+    """The labels that a client kept (…, n); stacking clients may have padded them to another length.
+
+    Raises:
+        ValueError: It kept none.
+    """
+    if not isinstance(labels, Tensor):
+        raise ValueError("clients remember nothing of this run: they missed its start, or their memory was lost")
+    short = n - labels.shape[-1]
+    return torch.nn.functional.pad(labels, (0, short), value=-1) if short > 0 else labels[..., :n]

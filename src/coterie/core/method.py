@@ -1,0 +1,189 @@
+"""What a method is: hyperparameters, and pure functions of a state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.core.cohort import Cohort
+from coterie.core.key import Key
+from coterie.core.local import each_nearest, membership
+from coterie.core.model_tree import ModelTree
+from coterie.core.pytree import Params
+from coterie.core.settings import setting
+from coterie.core.step import ClientStep, Local, Reply, Step, client_step
+from coterie.core.task import Data, Task
+
+
+class Report(NamedTuple):
+    """What a round says besides its state.
+
+    Attributes:
+        clients: Who took part, as positions in the federation.
+        loss: F_i of each of them at the model it was given, before its step; where clients neither choose nor train
+            on all their rows, on the first minibatch.
+    """
+
+    clients: Tensor
+    loss: Tensor
+
+
+class Needs(NamedTuple):
+    """What a method needs, for messages, tests and the docs' table.
+
+    Attributes:
+        task: The kind of task it is for; "" for any that has a loss per row and a target.
+        points: Whether it groups rows rather than clients, and looks at no target.
+        linear: Whether the model must be linear in its parameters.
+        gather: Whether the server sees single clients' replies, so that there is no secure sum of them.
+    """
+
+    task: str = ""
+    points: bool = False
+    linear: bool = False
+    gather: bool = False
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """Hyperparameters, and pure functions of a state.
+
+    A subclass is a frozen dataclass with no logic in its constructor. All that it learns is in a NamedTuple, its
+    state; nothing is remembered anywhere else, so a checkpoint is complete by construction.
+    """
+
+    needs: ClassVar[Needs] = Needs()
+
+    @abstractmethod
+    def start(self, task: Task, cohort: Cohort, key: Key) -> Any:
+        """The first state. It may ask the clients, and what that costs is counted."""
+
+    @abstractmethod
+    def round(self, state: Any, cohort: Cohort) -> tuple[Any, Report]:
+        """One round: the next state, leaving the old one alone."""
+
+    @abstractmethod
+    def models(self, state: Any) -> Params:
+        """The models learnt, stacked (k, …)."""
+
+    @abstractmethod
+    def labels(self, state: Any) -> Tensor:
+        """Every client's cluster as the server knows it (m,); -1 for a client not heard of yet."""
+
+    @abstractmethod
+    def place(self, state: Any, cohort: Cohort) -> Tensor:
+        """The cluster of every client of the cohort under this state, chosen on the cohort's rows."""
+
+    @abstractmethod
+    def assign(self, state: Any, task: Task, data: Data) -> int:
+        """The cluster of one client, old or new."""
+
+    def join(self, state: Any, newcomers: Cohort) -> Any:
+        """The state with more clients, who are the last of the federation, placed as `assign` places a new one.
+
+        Args:
+            state: About the clients before them.
+            newcomers: They alone.
+
+        Raises:
+            ValueError: It takes nobody once it has begun, or not these.
+        """
+        raise ValueError(f"{type(self).__name__} takes no clients once it has begun")
+
+    def members(self, state: Any) -> Tensor:
+        """How many clients each cluster has, as the server knows it (k,)."""
+        known = self.labels(state)
+        clusters = len(next(iter(self.models(state).values())))
+        return torch.bincount(known[known >= 0], minlength=clusters)
+
+    def changed(self, before: Any, after: Any) -> int:
+        """How many clients changed their cluster from one state to the next."""
+        old, new = self.labels(before), self.labels(after)
+        return int(((old != new) & (old >= 0)).sum())
+
+    def own_choice(self) -> Step | None:
+        """The step by which a client that is sent all models chooses its own; None where the server decides."""
+        return None
+
+    def default_task(self) -> Task:
+        """The task where none is given."""
+        raise ValueError(f"fit: {type(self).__name__} needs a task")
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task of another kind than the method needs; a task that a user made has no kind."""
+        wanted, given = self.needs.task, task.spec.get("kind", self.needs.task)
+        if wanted and given != wanted:
+            raise ValueError(f"{type(self).__name__}: the task must be a Task.{wanted}, got a task of kind '{given}'")
+
+    def tree(self, state: Any) -> ModelTree | None:
+        """The models on the way to the clusters' models, for methods that split; None for others."""
+        return None
+
+    def done(self, state: Any) -> bool:
+        """Whether there is nothing left to do."""
+        return False
+
+
+@dataclass(frozen=True)
+class PointMethod(Method):
+    """A method that groups points, of which a client may hold several groups'.
+
+    Which cluster a point is in is known to its client alone. A state holds `clients` and `members`: how many clients
+    there are, and how many points each cluster has. `models` are k, one for each cluster, or one that tells them all
+    apart.
+
+    Args:
+        k: The clusters.
+    """
+
+    k: int = setting(low=1)
+
+    def check_points(self, cohort: Cohort) -> None:
+        """Refuse fewer points than clusters."""
+        if self.k > (points := int(cohort.sizes.sum())):
+            raise ValueError(
+                f"{type(self).__name__}: k must be at most the number of points of all clients, {points}, got {self.k}"
+            )
+
+    @abstractmethod
+    def points(self, task: Task) -> ClientStep:
+        """A client step, sent the models: the cluster of every row, in the note "label" (n,)."""
+
+    def assign_points(self, state: Any, task: Task, data: Data) -> Tensor:
+        """The cluster of every row of a client that may have taken no part (n,)."""
+        return each_nearest(task, self.models(state), data)
+
+    def labels(self, state: Any) -> Tensor:
+        """Clients as a whole are in no cluster."""
+        return torch.full((state.clients,), -1)
+
+    def join(self, state: Any, newcomers: Cohort) -> Any:
+        """Clients as a whole need no placing, and their points choose in every round."""
+        return state._replace(clients=newcomers.population)
+
+    def members(self, state: Any) -> Tensor:
+        """How many points each cluster has (k,)."""
+        return state.members
+
+    def place(self, state: Any, cohort: Cohort) -> Tensor:
+        """The commonest cluster among each client's points."""
+        return cohort.gather(self.commonest, self.models(state), slots=self.k).slot
+
+    def assign(self, state: Any, task: Task, data: Data) -> int:
+        """The commonest cluster among these points."""
+        return int(self.assign_points(state, task, data).mode().values)
+
+    @client_step
+    def commonest(self, task: Task) -> ClientStep:
+        """The commonest cluster among a client's points."""
+        inner = self.points(task)
+
+        def run(theta: Params, local: Local) -> Reply:
+            label = inner.run(theta, local).note["label"]
+            return Reply(slot=membership(label, self.k, local.data.mask).sum(0).argmax())
+
+        return ClientStep(run, inner.draw)

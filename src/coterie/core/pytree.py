@@ -1,0 +1,137 @@
+"""Parameters and other trees of tensors.
+
+`Params` is a dict of tensors. A leading axis is always clusters (k), restarts (r) or clients (m), never a batch of
+examples. Every other tree (a state, a reply) is built of dicts, tuples and NamedTuples with tensors at the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["Outer", "Params", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take", "to_device", "tree_map", "unflat"]  # fmt: skip
+
+Params = dict[str, Tensor]
+
+
+class Outer(NamedTuple):
+    """A matrix leftᵀ·right (…, a, b) by its factors (…, n, a) and (…, n, b).
+
+    In a reply it stands for the product, which is what a client sends. Where the products of many clients are added up
+    none of them need be formed: their sum is one product of the factors laid end to end.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def product(self) -> Tensor:
+        """The matrix itself."""
+        return self.left.transpose(-1, -2) @ self.right
+
+
+def formed(tree: Any) -> Any:
+    """A tree with every `Outer` replaced by its product.
+
+    Example:
+        >>> formed({"a": Outer(torch.ones(3, 2), torch.ones(3, 4)), "b": torch.zeros(1)})["a"].shape
+        torch.Size([2, 4])
+    """
+    return tree_map(lambda x: x.product() if isinstance(x, Outer) else x, tree, is_leaf=is_outer)
+
+
+def is_outer(tree: Any) -> bool:
+    """Whether this is a matrix given by its factors."""
+    return isinstance(tree, Outer)
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in a fixed order; everything else in it is passed over."""
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """Stack trees of one shape along a new leading axis.
+
+    Example:
+        >>> stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])["w"].shape
+        torch.Size([2, 3])
+    """
+    return tree_map(lambda *xs: torch.stack(xs), *trees)
+
+
+def take(tree: Any, index: int | Tensor) -> Any:
+    """The rows `index` of every tensor; an index of shape s turns (k, …) into s + (…).
+
+    Plain `x[index]` asks a 0-d tensor for its value, which vmap forbids; `index_select` does not.
+
+    Example:
+        >>> take({"w": torch.arange(6).reshape(3, 2)}, torch.tensor(2))["w"]
+        tensor([4, 5])
+    """
+
+    def rows(x: Tensor) -> Tensor:
+        at = torch.as_tensor(index, device=x.device)
+        return x.index_select(0, at.reshape(-1)).reshape(at.shape + x.shape[1:])
+
+    return tree_map(rows, tree)
+
+
+def put_rows(tree: Any, index: Tensor, rows: Any) -> Any:
+    """A copy of the tree with the rows numbered by `index` (c,) replaced by these (c, …).
+
+    Example:
+        >>> put_rows({"w": torch.zeros(3)}, torch.tensor([1]), {"w": torch.ones(1)})["w"]
+        tensor([0., 1., 0.])
+    """
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        return old.to(new.device).index_copy(0, index.to(new.device), new.to(old.dtype))
+
+    return tree_map(put, tree, rows)
+
+
+def flat(tree: Any, axes: int = 1) -> Tensor:
+    """All tensors of a tree side by side, keeping the first `axes` axes: (m, P).
+
+    Example:
+        >>> flat({"w": torch.zeros(5, 2, 3), "b": torch.zeros(5, 2)}).shape
+        torch.Size([5, 8])
+    """
+    return torch.cat([x.flatten(axes) if x.dim() > axes else x.unsqueeze(-1) for x in leaves(tree)], axes)
+
+
+def unflat(vectors: Tensor, like: Params) -> Params:
+    """Parameters shaped as `like` from vectors (…, P): the inverse of `flat`.
+
+    Example:
+        >>> like = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
+        >>> {n: tuple(x.shape) for n, x in unflat(torch.zeros(5, 8), like).items()}
+        {'w': (5, 2, 3), 'b': (5, 2)}
+    """
+    parts = vectors.split([x.numel() for x in like.values()], -1)
+    return {n: v.reshape(*v.shape[:-1], *x.shape) for (n, x), v in zip(like.items(), parts, strict=True)}
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all tensors of a tree, an `Outer` being counted as its product.
+
+    Example:
+        >>> nbytes({"w": torch.zeros(5, 2), "b": torch.zeros(5)})
+        60
+    """
+    return sum(_nbytes(x) for x in tree_leaves(tree, is_leaf=is_outer))
+
+
+def _nbytes(x: Any) -> int:
+    if isinstance(x, Outer):
+        return x.left[..., 0, :].numel() * x.right.shape[-1] * x.left.element_size()
+    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Floating-point tensors of a tree on a device; labels and counts stay on the CPU, where the server works."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

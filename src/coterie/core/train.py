@@ -1,0 +1,276 @@
+"""Choose a model, train it, send it back: what most methods ask of a client, described instead of programmed.
+
+`Train.derive` is the meaning of a description: one client's work as a plain function. The sequential engine runs that;
+the vectorised engine reads the description itself and computes the same for many clients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.core.key import Key
+from coterie.core.local import gradient_of, hold_out, local_update, mean_loss, minibatches, nearest, pick
+from coterie.core.pytree import Params, leaves, take, tree_map
+from coterie.core.step import FIRST, ClientStep, Local, Reply
+from coterie.core.task import Data, Task
+
+if TYPE_CHECKING:
+    from coterie.core.cohort import Cohort
+
+_BATCHES = 1  # stream under a client's key
+
+Weights = Literal["uniform", "size"]
+
+
+class Models(NamedTuple):
+    """The message of a `Train` step: the models, and how to train them.
+
+    Attributes:
+        theta: Models to choose among (k, …), or the one model to train (…). Where several starts run side by side, an
+            axis of starts comes first.
+        lr: The step size γ.
+        label: The cluster of the one model; `()` where clients choose or there is one cluster only.
+        common: Parameters that all k models share, sent once.
+    """
+
+    theta: Params
+    lr: Tensor | tuple[()] = ()
+    label: Tensor | tuple[()] = ()
+    common: Params = {}  # noqa: RUF012 - a default that nobody writes to
+
+    def rows(self, index: Tensor) -> Self:
+        """The message for one client that is sent only these rows of all models, and of their labels."""
+        return self._replace(theta=take(self.theta, index), label=take(self.label, index))
+
+
+def own_rows(message: Any, index: Tensor) -> Any:
+    """The rows of a message that one client is sent; of `Models`, those of the models and labels."""
+    return message.rows(index) if isinstance(message, Models) else take(message, index)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which of its rows a client uses for what.
+
+    Args:
+        holdout: Share of the rows that is kept out of training, the same in every round. The loss of the model that was
+            sent, summed over them, is in the note "held", and their number in "held_rows".
+        fresh: T: the other rows are cut into 2T parts, and each of T rounds uses two new ones: one to choose on, one to
+            train on (re-sampling, Section 5 of the IFCA paper).
+    """
+
+    holdout: float = 0.0
+    fresh: int | None = None
+
+    def draw(self, n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
+        """The row numbers of each purpose for a client with n rows."""
+        held, rest = hold_out(n, self.holdout, key)
+        choose = train = rest
+        if self.fresh:
+            size = len(rest) // (2 * self.fresh)
+            choose, train = rest[2 * when[0] * size :].split(size)[:2]
+        return {"choose": choose, "train": train, "held": held}
+
+    def check(self, cohort: Cohort, who: str) -> None:
+        """Refuse clients with too few rows for T rounds."""
+        least = int(cohort.sizes.min())
+        kept = least - int(self.holdout * least)
+        if self.fresh and kept < 2 * self.fresh:
+            client = cohort.federation.name(int(cohort.clients[cohort.sizes.argmin()]))
+            aside = f", {least - kept} of them held out" if kept < least else ""
+            raise ValueError(
+                f"{who}: resample={self.fresh} needs at least {2 * self.fresh} rows on every client, but "
+                f"{client} has {least}{aside}"
+            )
+
+
+@dataclass(frozen=True)
+class Descend:
+    """τ steps of gradient descent, on all rows or on minibatches.
+
+    Args:
+        tau: The number of steps τ.
+        batch: Rows per step, from shuffled passes over the client's rows; None takes all of them each time.
+        prox: FedProx's μ: the pull towards the model that was sent.
+        steady: Whether the step size is the same in every round.
+    """
+
+    tau: int
+    batch: int | None = None
+    prox: float = 0.0
+    steady: bool = False
+
+    def __call__(self, task: Task, theta: Params, data: Data, lr: Any, batches: Tensor | None) -> tuple[Params, Tensor]:
+        """The trained model, and the loss of the first one on the rows of the first step."""
+        return local_update(task, theta, data, lr=lr, tau=self.tau, batches=batches, prox=self.prox)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of the mean loss, on all rows or on one minibatch.
+
+    Args:
+        batch: Rows of the minibatch; None takes all.
+    """
+
+    batch: int | None = None
+    tau: int = 1
+
+    def __call__(self, task: Task, theta: Params, data: Data, lr: Any, batches: Tensor | None) -> tuple[Params, Tensor]:
+        """The gradient, and the loss on the same rows."""
+        rows = data if batches is None else pick(data, batches[0])
+        return gradient_of(lambda t: mean_loss(task, t, rows), theta)
+
+
+class _Outcome(NamedTuple):
+    """What one start gives at one client."""
+
+    update: Params
+    label: Tensor | tuple[()]
+    loss: Tensor
+    held: Tensor | tuple[()]
+
+
+@dataclass(frozen=True)
+class Train:
+    """A client step: take a model from the server's `Models`, train it, and reply with the result.
+
+    Args:
+        by: How it is trained.
+        k: Clusters; those of start r have slots r·k to r·k + k - 1.
+        choose: Whether the client is sent all k models and takes the one with the lowest mean loss on its rows.
+            Otherwise it takes the one it is sent, and keeps its label.
+        starts: How many starts run side by side, each with k models of its own; None where there is no such axis.
+        weights: How heavily a client counts: "uniform", or by its number of rows ("size").
+        rows: Which rows serve for what; None uses all for everything.
+        full_loss: Whether the loss in the note is that on all rows, where a client neither chooses nor trains on all.
+            Otherwise it is that on the rows of the first step.
+
+    Example:
+        >>> from torch import nn
+        >>> task = Task.classifier(nn.Linear(2, 2))
+        >>> step = Train(Descend(tau=3), k=2, choose=True).derive(task)
+        >>> models = tree_map(lambda *xs: torch.stack(xs), task.init(Key.of(0)), task.init(Key.of(1)))
+        >>> rows = Data(torch.randn(5, 2), torch.zeros(5, dtype=torch.long), torch.ones(5))
+        >>> reply = step.run(Models(models, lr=torch.tensor(0.1)), Local(rows, {}, ()))
+        >>> sorted(reply.note), int(reply.slot) in (0, 1)
+        (['label', 'loss'], True)
+    """
+
+    by: Descend | Gradient
+    k: int = 1
+    choose: bool = False
+    starts: int | None = None
+    weights: Weights = "uniform"
+    rows: Rows | None = None
+    full_loss: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether a client needs random numbers."""
+        return self.rows is not None or self.by.batch is not None
+
+    def derive(self, task: Task) -> ClientStep:
+        """What one client does: the reference."""
+
+        def one_start(theta: Params, common: Params, label: Any, lr: Any, local: Local) -> _Outcome:
+            loss = None
+            if self.choose:
+                theta = {**theta, **tree_map(lambda x: x.expand(self.k, *x.shape), common)}
+                label, loss = nearest(task, theta, self._rows(local, "choose"))
+                theta = take(theta, label)
+            elif self.full_loss:
+                loss = mean_loss(task, theta, self._rows(local, "choose"))
+            update, first = self.by(task, theta, *self._training_rows(local, lr))
+            return _Outcome(update, label, first if loss is None else loss, self._held(task, theta, local))
+
+        def run(sent: Models, local: Local) -> Reply:
+            if self.starts is None:
+                return self._reply(one_start(sent.theta, sent.common, sent.label, sent.lr, local), local)
+            each = _each_start(one_start, in_dims=(0, 0, 0, None, None))
+            return self._reply(each(sent.theta, sent.common, sent.label, sent.lr, local), local)
+
+        secrecy = {"label": "hidden", "loss": "mean", "held": "mean", "held_rows": "mean"}
+        return ClientStep(run, self.draw if self.draws else None, secrecy)
+
+    def draw(self, n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
+        """The random numbers of a client with n rows."""
+        drawn = self.rows.draw(n, key, when) if self.rows else {}
+        if self.by.batch is not None:
+            among = drawn["train"] if self.rows else torch.arange(n)
+            drawn["batches"] = draw_batches(among, self.by.batch, self.by.tau, key, when)
+        return drawn
+
+    def _rows(self, local: Local, purpose: str) -> Data:
+        return pick(local.data, local.draws[purpose]) if self.rows else local.data
+
+    def _training_rows(self, local: Local, lr: Any) -> tuple[Data, Any, Tensor | None]:
+        """The arguments of `by` after the model. Minibatches number the rows of the whole client."""
+        if self.by.batch is not None:
+            return local.data, lr, local.draws["batches"]
+        return self._rows(local, "train"), lr, None
+
+    def _held(self, task: Task, theta: Params, local: Local) -> Tensor | tuple[()]:
+        if not self._holds_out:
+            return ()
+        return mean_loss(task, theta, pick(local.data, local.draws["held"]))
+
+    @property
+    def _holds_out(self) -> bool:
+        return self.rows is not None and self.rows.holdout > 0
+
+    def _reply(self, found: _Outcome, local: Local) -> Reply:
+        note = {"loss": found.loss}
+        if isinstance(found.label, Tensor):
+            note["label"] = found.label
+        if isinstance(found.held, Tensor):
+            count = (local.draws["held"] >= 0).sum()
+            note |= {"held": found.held * count, "held_rows": count.expand(found.held.shape)}
+        slot = found.label if isinstance(found.label, Tensor) else FIRST
+        weight = weight_of(local.data, self.weights)
+        if self.starts is not None:
+            slot = self.k * torch.arange(self.starts, device=slot.device) + slot
+            weight = weight.expand(self.starts)
+        return Reply(found.update, weight, slot, note)
+
+
+def weight_of(data: Data, weights: Weights) -> Tensor:
+    """How heavily a client counts in a mean."""
+    return data.mask.sum() if weights == "size" else torch.ones((), device=data.mask.device)
+
+
+def draw_batches(rows: Tensor, batch: int, tau: int, key: Key, when: tuple[int, ...]) -> Tensor:
+    """Row numbers of the minibatches of τ steps (τ, batch), from these rows of a client; -1 is no row."""
+    n = len(rows)
+    drawn = minibatches(n, max(1, min(batch, n)), tau, key.fold(_BATCHES, *when).generator())
+    return torch.where(drawn < 0, -1, rows[drawn])
+
+
+def choose_nearest(task: Task) -> ClientStep:
+    """A client step: which of the models sent (k, …) has the lowest loss on the client's rows, and how low it is."""
+
+    def run(theta: Params, local: Local) -> Reply:
+        j, loss = nearest(task, theta, local.data)
+        return Reply(slot=j, note={"loss": loss})
+
+    return ClientStep(run)
+
+
+def _each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    """`vmap` over starts; a single one is done without it, for vmap slows large models down."""
+
+    def one(*args: Any) -> Any:
+        own = [a if d is None else tree_map(lambda x: x[0], a) for a, d in zip(args, in_dims, strict=True)]
+        return tree_map(lambda x: x[None], function(*own))
+
+    def every(*args: Any) -> Any:
+        batched = next(leaves(a)[0] for a, d in zip(args, in_dims, strict=True) if d is not None and leaves(a))
+        return (one if len(batched) == 1 else vmap(function, in_dims=in_dims))(*args)
+
+    return every

@@ -1,0 +1,181 @@
+"""How many clients are computed together: by their sizes, the free memory, and what two of them were seen to need."""
+
+from __future__ import annotations
+
+import timeit
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coterie.core.engine import Exchange
+from coterie.core.pytree import leaves
+from coterie.engines.errors import is_refusal
+from coterie.engines.store import Store, free_memory
+
+PADDING = 1.25  # clients share a chunk only if none is padded by more than this
+SHARE = 0.4  # of the free memory, for one chunk
+LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
+
+Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
+
+
+class Ways(NamedTuple):
+    """The ways in which some clients can be computed.
+
+    Attributes:
+        name: Of the work, for the log.
+        together: All at once.
+        alone: One by one; None where that is never done.
+        cached: Bytes of work per chunk on a CPU: larger chunks leave the cache and run slower.
+    """
+
+    name: str
+    together: Work
+    alone: Work | None
+    cached: int
+
+
+class Chunks:
+    """Cuts the clients of an exchange into chunks that are computed together.
+
+    Clients are sorted by size, so that a small client is never padded to the length of a large one. How many go into a
+    chunk follows from the free memory and from what two clients were seen to need. Models that vmap cannot batch, or
+    only slows down, are done client by client. Every such choice is in the log, and in the checkpoint: sums are added
+    chunk by chunk, so that a resumed run must cut its chunks as before to end with the same bits.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._cuts: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def of(self, exchange: Exchange, sizes: Tensor, ways: Ways) -> Iterator[tuple[Tensor, Work]]:
+        """Positions of clients that go together, all buckets of them, and how they are to be done."""
+        for bucket in self._buckets(exchange, sizes):
+            size = self._size(exchange, sizes, bucket, ways)
+            for at in bucket.split(size or 1):
+                yield at, ways.alone if size == 0 and ways.alone is not None else ways.together
+
+    def _buckets(self, exchange: Exchange, sizes: Tensor) -> list[Tensor]:
+        """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
+        clients, cut = self._cuts.get(exchange.part, (None, []))
+        memory = exchange.ledger.memory
+        if clients is not exchange.clients or memory:
+            known = [i in memory for i in exchange.clients.tolist()] if memory else [False] * len(sizes)
+            cut = buckets(sizes, torch.tensor(known))
+            self._cuts[exchange.part] = exchange.clients, cut
+        return cut
+
+    def _size(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> int:
+        """Clients per chunk for this work and client size; 0 to do them one by one."""
+        if ways.alone is not None and len(bucket) == 1:
+            return 0
+        ledger = exchange.ledger
+        label = f"{ways.name} on up to {size_class(int(sizes[bucket].max()))} {exchange.part} rows"
+        if label not in ledger.chunks:
+            size, why = self._measured(label, exchange, sizes, bucket, ways)
+            ledger.chunks[label] = size
+            how = f"in chunks of {min(size, len(bucket))}" if size else "one by one"
+            ledger.messages.append(f"vectorised: {label}: {len(bucket)} clients {how} ({why})")
+        return ledger.chunks[label]
+
+    def _measured(self, label: str, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> tuple[int, str]:
+        """What fits in memory, and on a CPU no more than its cache likes; or 0, where one by one is faster; and why."""
+        device = self.store.device
+        try:  # once before, so that what is made once and kept is not counted
+            ways.together(bucket[:2])
+        except RuntimeError as error:
+            if ways.alone is None or not is_refusal(error):
+                raise
+            return 0, f"vmap cannot batch this model: {str(error).splitlines()[0]}"
+        with Peak() as probe:  # two clients, so that every batched operation is really batched
+            ways.together(bucket[:2])
+        each = max(1, probe.peak // len(bucket[:2]))
+        free = free_memory(device)
+        room = free * SHARE if device.type != "cpu" else min(free * SHARE, ways.cached)
+        if each > free:
+            raise ValueError(
+                f"{label}: one client needs about {each / 2**20:,.0f} MiB, but {device} has only "
+                f"{free / 2**20:,.0f} MiB free"
+            )
+        size = max(1, min(int(room // each), self.store.most(exchange.part, int(sizes[bucket].max()))))
+        why = f"{each / 2**20:.2f} MiB a client, {free / 2**30:.1f} GiB free on {device}"
+        if ways.alone is not None and size == 1:
+            return 0, why
+        if ways.alone is not None and self._seconds(ways.together, bucket[:2]) / 2 * len(bucket) > LONG:
+            batched = self._seconds(ways.together, bucket[:size]) / len(bucket[:size])
+            single = self._seconds(ways.alone, bucket[:1])
+            if single < batched:
+                return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(bucket[:size])}"
+        return size, why
+
+    def _seconds(self, work: Work, at: Tensor) -> float:
+        """The shorter of two tries."""
+        return min(timeit.repeat(lambda: (work(at), self._wait()), number=1, repeat=2))
+
+    def _wait(self) -> None:
+        if self.store.device.type == "cuda":
+            torch.cuda.synchronize(self.store.device)
+
+
+def size_class(rows: int) -> int:
+    """The next of some sizes that are a quarter apart: clients of one class get chunks of one size.
+
+    Example:
+        >>> [size_class(n) for n in (1, 5, 50, 60, 1000)]
+        [1, 5, 51, 63, 1113]
+    """
+    size = 1
+    while size < rows:
+        size = max(size + 1, int(PADDING * size))
+    return size
+
+
+def buckets(sizes: Tensor, known: Tensor) -> list[Tensor]:
+    """Positions of clients, largest first, cut where padding to the largest of the bucket would waste too much.
+
+    Clients that remember something (`known`) are kept apart from those that do not yet.
+
+    Example:
+        >>> [b.tolist() for b in buckets(torch.tensor([10, 100, 9, 90]), torch.zeros(4, dtype=torch.bool))]
+        [[1, 3], [0, 2]]
+    """
+    out: list[Tensor] = []
+    for side in (known, ~known):
+        at = side.nonzero().flatten()
+        at = at[sizes[at].argsort(descending=True, stable=True)]
+        while len(at):
+            own = sizes[at]
+            end = int((own * PADDING >= own[0]).sum())
+            out.append(at[:end].sort().values if bool((own[:end] == own[0]).all()) else at[:end])
+            at = at[end:]
+    return out
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of live tensors made inside the `with` block, and the most that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in leaves((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        self._seen |= given  # what was there before, and views of it, cost nothing
+        for tensor in leaves(out):
+            storage = tensor.untyped_storage()
+            if (mark := storage.data_ptr()) not in self._seen:
+                self._seen.add(mark)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._gone, mark, storage.nbytes())
+        return out
+
+    def _gone(self, mark: int, size: int) -> None:
+        self._seen.discard(mark)
+        self.live -= size

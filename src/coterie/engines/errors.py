@@ -1,0 +1,76 @@
+"""An error inside a client step, told with everything that helps to find it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from coterie.core.engine import Engine, Exchange
+from coterie.core.step import step_name
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parent.parent)
+# What vmap says where it cannot do what it is asked; every other error is the step's or the model's own.
+_REFUSALS = re.compile(
+    r"vmap|batching rule|functorch|randomness error mode|BatchedTensor|"
+    r"Cannot access data pointer of Tensor|doesn't have storage",
+    re.IGNORECASE,
+)
+
+
+class StepError(ValueError):
+    """A client step has failed. The message names step, client and round, and the line where it happened."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error says that vmap cannot batch an operation, rather than that the operation is wrong.
+
+    Example:
+        >>> is_refusal(RuntimeError("Batching rule not implemented for aten::lstm.input"))
+        True
+        >>> is_refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"))
+        False
+    """
+    return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
+
+
+FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a step, or the model in it, may raise."""
+
+
+def is_own_fault(error: Exception) -> bool:
+    """Whether a step's error is to be explained: not one that is already, nor a lack of memory."""
+    return not isinstance(error, StepError | torch.OutOfMemoryError)
+
+
+@contextmanager
+def explained(engine: Engine, exchange: Exchange, client: int) -> Iterator[None]:
+    """An error in here is raised as a `StepError` that names this client, given by its position in the federation."""
+    try:
+        yield
+    except FAULTS as error:
+        if not is_own_fault(error):
+            raise
+        raise step_error(error, engine, exchange, client) from error
+
+
+def step_error(error: Exception, engine: Engine, exchange: Exchange, client: int) -> StepError:
+    """The error of a step at one client."""
+    moment = f"round {exchange.when[0] + 1}" if exchange.when else "the start"
+    where = f"{step_name(exchange.step)} failed in {moment} at {engine.federation.name(client)}"
+    what = str(error).strip() or "(no message)"
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return StepError(f"{where}: {kind}{what}{_own_line(error)}")
+
+
+def _own_line(error: Exception) -> str:
+    """The innermost line outside of torch and coterie: most likely the user's own."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.exists() and not any(path.resolve().is_relative_to(library) for library in _LIBRARIES):
+            return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""

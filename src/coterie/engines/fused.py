@@ -1,0 +1,324 @@
+"""Full-batch local training without a weight matrix per client: exact, and many times faster than one step at a time.
+
+A client has X (n × d), and its model starts with z = XWᵀ + b. The gradient with respect to W is GᵀX, where G (n × h)
+is the gradient at z. So after any number of full-batch steps W = W⁰ + BᵀX and b = b⁰ + Bᵀ1, where B (n × h) has
+collected the G's, and
+
+    z = z⁰ + (X Xᵀ + 1) B.
+
+z⁰ was computed when the client chose its cluster, the Gram matrix X Xᵀ (n × n) once per run, and the sum of many
+clients' new W is one product Σ BᵢᵀXᵢ. For n < d no client ever has a W of its own: the *dual* form. For n ≥ d it is
+cheaper to keep W, batched over clients: the *primal* form. Where nothing comes after z and the loss is squared, all τ
+steps are one linear map of the residuals, made once for a step size: the *closed* form.
+
+A `Train` step is recognised by its description, never a method. Throughout, c is the clients of a chunk, r the starts
+that run side by side, s the models that were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.core.engine import Exchange
+from coterie.core.first_layer import FirstLinear
+from coterie.core.pytree import Params, nbytes, take, tree_map
+from coterie.core.step import Reply, step_name
+from coterie.core.sums import Sums, weighted_sums
+from coterie.core.task import Data
+from coterie.core.train import Descend, Gradient, Models, Train
+from coterie.engines.chunks import Chunks, Ways
+from coterie.engines.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side
+from coterie.engines.graphs import Replayed
+from coterie.engines.kernels import descend_on_chip, fits
+from coterie.engines.local import LocalEngine, Part
+from coterie.engines.products import Factor
+from coterie.engines.store import Kept
+
+CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
+NARROW = 8  # outputs of all models together up to which all rows are multiplied, with 0 for models they did not take
+FEW = 64  # up to so many models, clients with the same one share a product
+LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
+NOT_LINEAR = "the model's first layer is not a linear map of the rows"
+RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
+
+
+class Fused:
+    """`Train` steps in fused form.
+
+    Args:
+        engine: Whose clients are trained.
+        chunks: Cuts them into chunks.
+    """
+
+    def __init__(self, engine: LocalEngine, chunks: Chunks) -> None:
+        self.engine, self.chunks, self.device = engine, chunks, engine.device
+        self._known: dict[str, FirstLinear | None] = {}
+        self._replayed = Replayed(descend) if self.device.type == "cuda" else descend
+
+    def match(self, exchange: Exchange) -> Match | None:
+        """How this exchange can be fused; None if it cannot."""
+        step, message = exchange.step(self.engine.task), exchange.message
+        if not isinstance(step, Train) or step.draws or exchange.part != "train" or not isinstance(message, Models):
+            return None
+        split = self._split(step_name(exchange.step), exchange)
+        return split and Match(split, Sent.of(message, step, exchange.rows))
+
+    def parts(self, exchange: Exchange, match: Match) -> Iterator[Part]:
+        """The sums of chunks of clients, without a model of each."""
+        split, sent = match
+        sizes = self.engine.sizes(exchange)
+        ways = Ways(f"fused {step_name(exchange.step)}", lambda at: self._train(match, exchange, at), None, CACHED)
+        for at, train in self.chunks.of(exchange, sizes, ways):
+            trained = train(at)
+            weight = self._weight(sent.step, sizes[at], trained.label)
+            note = sent.note(trained)
+            each = nbytes(sent.models) // exchange.slots + 12  # 12: a weight and a slot
+            with self.engine.arithmetic():
+                moved = trained.rows_sum(weight, sent.models[split.weight])
+            sums = trained.sums(split, sent.models, weight, moved)._replace(note=note)
+            yield Part(at, sums, weight.numel() * each + nbytes(note))
+
+    def replies(self, exchange: Exchange, match: Match) -> Iterator[tuple[Tensor, Reply]]:
+        """The trained models of chunks of clients, who neither choose nor have labels."""
+        split, sent = match
+        sizes = self.engine.sizes(exchange)
+
+        def train(at: Tensor) -> tuple[Trained, Params]:
+            trained = self._train(match, exchange, at)
+            return trained, trained.models(split, sent.models)
+
+        for at, work in self.chunks.of(exchange, sizes, Ways(f"fused {step_name(exchange.step)}", train, None, CACHED)):
+            trained, models = work(at)
+            slot = torch.zeros(len(at), dtype=torch.long, device=self.device)
+            weight = self._weight(sent.step, sizes[at], trained.label)[:, 0]
+            update = tree_map(lambda p: p[:, 0], models)
+            yield at, Reply(update, weight, slot, sent.note(trained))
+
+    def _train(self, match: Match, exchange: Exchange, at: Tensor) -> Trained:
+        """Choose and train for the clients at these positions."""
+        split, sent = match
+        engine, clients = self.engine, exchange.clients[at]
+        data = engine.store.rows(exchange.part, clients)
+        data = data._replace(x=data.x.flatten(2))
+        with engine.arithmetic():
+            factor = self._factor(data.x, exchange, clients)
+            if sent.rows is None:
+                z, label = choose(split, sent, data, factor)
+            else:
+                label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
+                z = first_product(split, sent.models, data.x, label, factor)
+        rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
+        kernel = self._kernel(split, data.x, exchange, clients)
+        work = Work(data.x, data.y, row_shares(data), z.float(), kernel, rest, sent.lr)
+        with engine.arithmetic(), torch.autocast(self.device.type, enabled=False):  # many small steps: no bfloat16 here
+            moved = self._move(split, sent.step.by, work, exchange, clients)
+        return Trained(data.x, moved, label, based=isinstance(sent.step.by, Descend))
+
+    def _factor(self, x: Tensor, exchange: Exchange, clients: Tensor) -> Factor:
+        """The rows of all clients as one long list, ready to be multiplied."""
+        rows = x.flatten(0, 1)
+        if self.device.type != "cuda" or self.engine.precision != "float32":
+            return Factor.of(rows, split=False)
+        kept = self._kept(("rows in halves",), exchange, clients, 2 * rows.nbytes, lambda: Factor.of(rows))
+        return kept or Factor.of(rows)
+
+    def _kernel(self, split: FirstLinear, x: Tensor, exchange: Exchange, clients: Tensor) -> Tensor | None:
+        """XXᵀ, plus 1 for b, where the dual form is the cheaper one."""
+        (c, n, d), one = x.shape, float(split.bias is not None)
+        if n >= d:
+            return None
+        kept = self._kept(("Gram matrices",), exchange, clients, 4 * c * n * n, lambda: x @ x.transpose(1, 2) + one)
+        return x @ x.transpose(1, 2) + one if kept is None else kept
+
+    def _move(
+        self, split: FirstLinear, by: Descend | Gradient, work: Work, exchange: Exchange, clients: Tensor
+    ) -> Moved:
+        """Train: on a GPU in one kernel where there is one, in closed form where that pays, else step by step."""
+        if isinstance(by, Descend):
+            if split.head and self.device.type == "cuda" and fits(split.head, work):
+                return descend_on_chip(split.head, by, work)
+            if split.squared and by.steady and leap_pays(by, work):
+                name, side = ("closed forms", float(work.lr), by.tau, by.prox), reach_side(work)
+                reach = self._kept(
+                    name, exchange, clients, 4 * len(work.x) * side**2, lambda: reach_of(split, by, work)
+                )
+                if reach is not None:
+                    return leap(work, reach)
+        return (self._replayed if work.z.numel() < LARGE else descend)(split, by, work)
+
+    def _kept(
+        self, name: tuple[Any, ...], exchange: Exchange, clients: Tensor, size: int, make: Callable[[], Kept]
+    ) -> Kept | None:
+        """What is made once for a chunk, if it will be needed again: as long as everybody takes part."""
+        if not exchange.everybody:
+            return None
+        return self.engine.store.kept(name, clients, size, make, exchange.ledger.messages)
+
+    def _weight(self, step: Train, sizes: Tensor, like: Tensor) -> Tensor:
+        """How heavily each client and start counts (c, r)."""
+        if step.weights == "size":
+            return sizes.to(self.device, torch.float32)[:, None].expand(like.shape)
+        return torch.ones(like.shape, device=self.device)
+
+    def _split(self, name: str, exchange: Exchange) -> FirstLinear | None:
+        """The model taken apart, if this model's steps can be fused; the log says once whether they are."""
+        if name not in self._known:
+            engine = self.engine
+            split = None if engine.uplink.transforms else engine.task.first_layer(engine.federation.train.x[:2])
+            self._known[name] = split
+            n, d = int(engine.federation.train.sizes.max()), engine.federation.train.x[0].numel()
+            form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
+            closed = ", or closed form where that pays" if split and split.squared else ""
+            why = "the uplink changes every reply" if engine.uplink.transforms else NOT_LINEAR
+            said = f"fused ({form}{closed})" if split else f"not fused: {why}"
+            exchange.ledger.messages.append(f"vectorised: {name}: {said}")
+        return self._known[name]
+
+
+class Match(NamedTuple):
+    """A step that can be fused."""
+
+    split: FirstLinear
+    sent: Sent
+
+
+class Sent(NamedTuple):
+    """What clients were sent, in one form for all `Train` steps."""
+
+    step: Train
+    models: Params  # (s, …)
+    rows: Tensor | None  # the model of every client and start (clients, r); None to choose
+    lr: Tensor
+    label: Tensor | None  # of every model (s,)
+
+    @classmethod
+    def of(cls, message: Models, step: Train, rows: Any) -> Sent:
+        """Read a message as the step says."""
+        theta, lr = message.theta, message.lr
+        assert isinstance(lr, Tensor)  # every `Train` step needs one
+        if not step.choose:
+            label = message.label if isinstance(message.label, Tensor) else None
+            if not isinstance(rows, Tensor):
+                theta, rows = tree_map(lambda x: x[None], theta), torch.zeros(1, 1, dtype=torch.long)
+            return cls(step, theta, rows.reshape(len(rows), -1), lr, label)
+        common = message.common
+        if step.starts is None:
+            theta, common = tree_map(lambda x: x[None], (theta, common))
+        common = {n: x[:, None].expand(-1, step.k, *x.shape[1:]) for n, x in common.items()}
+        models = tree_map(lambda x: x.flatten(0, 1), {**theta, **common})
+        return cls(step, models, None, lr, torch.arange(step.k, device=lr.device).repeat(step.starts or 1))
+
+    def note(self, trained: Trained) -> dict[str, Tensor]:
+        """The clients' diagnostics."""
+        note = {"loss": trained.moved.loss}
+        if self.label is not None:
+            note["label"] = self.label[trained.label]
+        return note if self.step.starts is not None else {name: x[:, 0] for name, x in note.items()}
+
+
+class Trained(NamedTuple):
+    """What a chunk of clients ends with."""
+
+    x: Tensor  # (c, n, d)
+    moved: Moved
+    label: Tensor  # the model each took (c, r)
+    based: bool  # whether what moved is to be added to W⁰ and b⁰, or is itself the answer (a gradient)
+
+    def models(self, split: FirstLinear, start: Params) -> Params:
+        """Every client's model (c, r, …)."""
+        first, bias = self.moved.first, self.moved.bias
+        own = {**self.moved.rest, split.weight: first if bias is not None else first.transpose(2, 3) @ self.x[:, None]}
+        if split.bias:
+            own[split.bias] = first.sum(2) if bias is None else bias
+        if self.based:
+            own |= {n: own[n] + take(start[n], self.label) for n in (split.weight, split.bias) if n}
+        return {n: own[n] for n in start}
+
+    def sums(self, split: FirstLinear, start: Params, weight: Tensor, moved: Tensor | None) -> Sums:
+        """Σ weight · model over the clients that took each model (s, …), where W moved by what `rows_sum` says."""
+        first, bias = self.moved.first, self.moved.bias
+        each = {**self.moved.rest}
+        if split.bias:
+            each[split.bias] = first.sum(2) if bias is None else bias
+        if bias is not None:
+            each[split.weight] = first
+        flattened = tree_map(lambda x: x.flatten(0, 1), each)
+        own, count = weighted_sums(self.label, weight, len(start[split.weight]), flattened)
+        if moved is not None:
+            own[split.weight] = moved
+        for n in (split.weight, split.bias) if self.based else ():
+            if n:
+                own[n] = own[n] + count.reshape(-1, *[1] * (start[n].dim() - 1)) * start[n]
+        return Sums({n: own[n] for n in start}, count, {})
+
+    def rows_sum(self, weight: Tensor, like: Tensor) -> Tensor | None:
+        """Σ weight · BᵀX over the clients that took each model: few large products over many clients' rows.
+
+        None in the primal form, where every client has its own ΔW.
+        """
+        if self.moved.bias is not None:
+            return None
+        own = self.moved.first * weight[..., None, None]
+        if like[:, :, 0].numel() <= NARROW:
+            took = self.label[..., None] == torch.arange(len(like), device=own.device)  # (c, r, s)
+            spread = own[:, :, :, None].where(took[:, :, None, :, None], 0).sum(1)  # (c, n, s, h)
+            return (spread.flatten(0, 1).flatten(1).T @ self.x.flatten(0, 1)).reshape(like.shape)
+        total = torch.zeros_like(like)
+        for s, at, r in _members(self.label):
+            total[s].addmm_(own[at, r].flatten(0, 1).T, self.x[at].flatten(0, 1))
+        return total
+
+
+def _members(label: Tensor) -> Iterator[tuple[int, Any, Any]]:
+    """Models, and who took them: indices of clients and starts, of which no two are the same."""
+    label = label.cpu()
+    if label.shape[1] == 1:  # rows of neighbours with one model need not be copied
+        taken, length = label[:, 0].unique_consecutive(return_counts=True)
+        if len(taken) * RUN <= len(label):
+            end = length.cumsum(0)
+            for s, a, e in zip(taken.tolist(), (end - length).tolist(), end.tolist(), strict=True):
+                yield s, slice(a, e), 0
+            return
+    for s in label.unique().tolist():
+        yield s, *(label == s).nonzero(as_tuple=True)
+
+
+def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Tensor, Tensor]:
+    """z⁰ of the model that each start likes best (c, r, n, h), and which it is (c, r).
+
+    The models are the same for all clients, so their rows can be treated as one long list.
+    """
+    weight, k = sent.models[split.weight], sent.step.k
+    (s, h, d), (c, n) = weight.shape, data.x.shape[:2]
+    bias = sent.models[split.bias].flatten() if split.bias else None
+    z = rows.times(weight.reshape(s * h, d).T, bias).unflatten(1, (s, h))
+    rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}
+    each = vmap(split.loss, in_dims=(0, 1, None))(rest, z, data.y.flatten(0, 1)).unflatten(1, (c, n))
+    mean = (each * row_shares(data)).sum(-1)  # (s, c)
+    best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(0, (s // k, k)).argmin(1).T
+    label = best + k * torch.arange(s // k, device=z.device)
+    return z.unflatten(0, (c, n))[torch.arange(c, device=z.device)[:, None], :, label], label
+
+
+def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor, rows: Factor) -> Tensor:
+    """z⁰ of the model that each client and start was sent (c, r, n, h)."""
+    weight = models[split.weight]
+    if len(weight) > FEW:  # a model each: one small product per client
+        z = x[:, None] @ take(weight, label).transpose(-1, -2)
+    elif len(weight) == 1:
+        z = rows.times(weight[0].T).unflatten(0, x.shape[:2])[:, None].repeat(1, label.shape[1], 1, 1)
+    else:
+        z = x.new_empty(*label.shape, x.shape[1], weight.shape[1])
+        for s, at, r in _members(label):
+            z[at, r] = (x[at] @ weight[s].T).to(z.dtype)
+    return z if split.bias is None else z.add_(take(models[split.bias], label)[:, :, None])
+
+
+def row_shares(data: Data) -> Tensor:
+    """Each row's part in the mean of its client (c, n)."""
+    return data.mask / data.mask.sum(1, keepdim=True).clamp(min=1)

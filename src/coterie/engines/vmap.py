@@ -1,0 +1,127 @@
+"""Many clients at once on one device: `torch.func.vmap` over chunks of clients of like size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.core.engine import Exchange
+from coterie.core.pytree import leaves, nbytes, take, tree_map
+from coterie.core.step import ClientStep, Local, Reply, derived, step_name
+from coterie.core.train import Models, own_rows
+from coterie.engines.chunks import Chunks, Ways
+from coterie.engines.errors import FAULTS, explained, is_own_fault, is_refusal
+from coterie.engines.graphs import Replayed
+from coterie.engines.local import LocalEngine
+
+CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
+RECORDING = ("cuda",)  # devices whose operations can be recorded
+
+Answer = Callable[[Any, Local], Reply]
+
+
+class Vmap(LocalEngine):
+    """Chunks of clients, each a single batched computation; sums are added chunk by chunk."""
+
+    name = "vmap"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chunks = Chunks(self.store)
+        self._recorded: dict[tuple[str, int], tuple[Any, Replayed, Replayed]] = {}
+
+    def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
+        """Run the step, as a function of one client, on chunks of clients."""
+        step, rows, message = derived(exchange.step, self.task), exchange.rows, exchange.message
+
+        def answer(message: Any, local: Local) -> Reply:
+            return self.uplink(step.run(message, local))
+
+        several, one = self._functions(answer, exchange)
+        sizes = self.sizes(exchange)
+
+        def together(at: Tensor) -> Reply:
+            sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at])
+            with self.arithmetic():
+                return several(sent, self._local(step, exchange, sizes, at))
+
+        def alone(at: Tensor) -> Reply:
+            sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at][0])
+            with explained(self, exchange, int(exchange.clients[at[0]])), self.arithmetic():
+                local = tree_map(lambda x: x[0], self._local(step, exchange, sizes, at))
+                return tree_map(lambda x: x[None], one(sent, local))
+
+        # More is computed for more models, so chunks are sized for each size of the message.
+        name = f"{step_name(exchange.step)} (message of {nbytes(message) / 2**20:.2f} MiB)"
+        ways = Ways(name, self._explained(together, alone), alone, CACHED)
+        for at, work in self.chunks.of(exchange, sizes, ways):
+            reply = work(at)
+            self._remember(exchange, at, reply.memory)
+            yield at, reply
+
+    def _functions(self, answer: Answer, exchange: Exchange) -> tuple[Answer, Answer]:
+        """The step for a stacked chunk of clients, and for one; on a GPU recorded, if it is many small operations."""
+        own = isinstance(exchange.rows, Tensor)
+        dims = (_own_dims(exchange.message) if own else None, 0)
+        several = vmap(answer, in_dims=dims)
+        if own or self.device.type not in RECORDING:
+            return several, answer
+        # A method may be changed between two exchanges: a recording is of one method's step, which it keeps alive.
+        owner = getattr(exchange.step, "__self__", None)
+        key = step_name(exchange.step), id(owner)
+        _, many, single = self._recorded.setdefault(key, (owner, Replayed(several), Replayed(answer)))
+        return many, single if len(exchange.clients) == 1 else answer  # not one for every large client
+
+    def _explained(self, together: Callable[[Tensor], Reply], alone: Callable[[Tensor], Reply]) -> Any:
+        """Work on a chunk that, where it fails by a fault of the step's, fails with the name of the client."""
+
+        def work(at: Tensor) -> Reply:
+            try:
+                return together(at)
+            except FAULTS as error:
+                if is_own_fault(error) and not is_refusal(error):
+                    for i in at:  # whose fault it is
+                        alone(i.reshape(1))
+                raise
+
+        return work
+
+    def _local(self, step: ClientStep, exchange: Exchange, sizes: Tensor, at: Tensor) -> Local:
+        clients, draws, memory = exchange.clients[at], (), ()
+        if step.draw is not None:
+            each = zip(clients.tolist(), sizes[at].tolist(), strict=True)
+            drawn = [self.draws(step, exchange, i, n) for i, n in each]
+            draws = tree_map(lambda x: x.to(self.device), _stack_draws(drawn))
+        if kept := exchange.ledger.memory:
+            memory = _stack_draws([kept.get(i, ()) for i in clients.tolist()])
+        return Local(self.store.rows(exchange.part, clients), draws, memory)
+
+    def _remember(self, exchange: Exchange, at: Tensor, memory: Any) -> None:
+        if leaves(memory):
+            for position, i in enumerate(exchange.clients[at].tolist()):
+                exchange.ledger.memory[i] = take(memory, position)
+
+
+def _own_dims(message: Any) -> Any:
+    """Which parts of a message are the clients' own: of `Models`, the models and labels; else everything."""
+    return Models(theta=0, lr=None, label=0, common=None) if isinstance(message, Models) else 0  # pyright: ignore
+
+
+def _stack_draws(draws: list[Any]) -> Any:
+    """Stack clients' draws; integer tensors of unequal shapes are padded with -1, which means no row."""
+
+    def join(*xs: Tensor) -> Tensor:
+        shape = [max(lengths) for lengths in zip(*(x.shape for x in xs), strict=True)]
+        return torch.stack([x if list(x.shape) == shape else _pad(x, shape) for x in xs])
+
+    return tree_map(join, *draws)
+
+
+def _pad(x: Tensor, shape: list[int]) -> Tensor:
+    padded = x.new_full(shape, -1)
+    padded[tuple(slice(n) for n in x.shape)] = x
+    return padded

@@ -1,0 +1,282 @@
+"""FedX with clustering: each client estimates its cluster, then refines that cluster's model by FedAvg or FedProx.
+
+Global Convergence of Federated Learning for Mixed Regression
+    Lili Su, Jiaming Xu, Pengkun Yang. NeurIPS 2022, Phase 2.
+
+Line numbers in the comments are those of Phase 2. The paper's loss of a client is half of the mean squared error, ours
+is the task's own mean loss: so its η is twice our `lr` where that is the mean squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coterie.core.cohort import Cohort
+from coterie.core.features import is_linear, require_linear
+from coterie.core.key import Key
+from coterie.core.local import mean_loss, nearest
+from coterie.core.method import Report
+from coterie.core.pytree import Params, flat, take, tree_map, unflat
+from coterie.core.registry import register
+from coterie.core.settings import setting
+from coterie.core.step import ClientStep, Local, Reply, Secrecy, Step, client_step
+from coterie.core.sums import Sums
+from coterie.core.task import Data, Task
+from coterie.core.train import Descend, Models, Train
+from coterie.parts.choosing import Choosing
+from coterie.parts.starts import Start, find_start
+
+GAMMA = 0.9  # γ of Section 4.2 for the step size that is found: it must stay below 1
+
+
+SECRECY: dict[str, Secrecy] = {"label": "hidden", "loss": "mean"}
+
+
+class Soft(NamedTuple):
+    """The message of a round with soft labels."""
+
+    theta: Params  # (k, …)
+    lr: Tensor
+    temperature: Tensor
+
+
+class State(NamedTuple):
+    """What FedX knows after a round."""
+
+    theta: Params  # the cluster models θ_j (k, …)
+    labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part or does not tell
+    members: Tensor  # clients of each cluster (k,): by the labels or, where these are not told, of the last round
+    lr: float  # the step size, in terms of the task's own loss
+    exact: bool  # whether FedProx has a closed form
+    temperature: float  # that of soft labels, 0 for hard ones
+    round: int
+
+
+@register("fedx")
+@dataclass(frozen=True)
+class FedX(Choosing):
+    """Alternate between estimating each client's cluster and refining the cluster models by FedAvg or FedProx.
+
+    Args:
+        k: Number of clusters.
+        lr: Step size η/2 (η/2 of FedProx's proximal term too); None takes γ = 0.9, that is 0.45 over the largest
+            ‖φ(x_i)‖²/n_i of all clients, for which each sends one number. Only for models that are linear in their
+            parameters.
+        refine: "fedavg" (s local gradient steps) or "fedprox" (the local proximal problem, solved exactly for squared
+            loss and a model that is linear in its parameters, else by s gradient steps).
+        tau: s, the local steps.
+        soft: λ by likelihood, and a client's update of a model counts λ times (Lemma 1). Otherwise λ is a vertex of the
+            simplex, the minimiser of (7).
+        temperature: Of soft labels: λ_j ∝ exp(-Σ loss / temperature) over the client's rows: 2σ² for squared loss, 1
+            for cross-entropy. None takes twice the mean loss of the round before, which estimates 2σ²; the first round
+            is then a hard one.
+        normalise: "cluster": the sum of clients' updates is divided by the rows of the cluster; "all": by those of all
+            clients, as printed, which slows a cluster down by its share of the rows.
+        fraction: Share of the clients that take part in a round.
+        init: The start, as for `IFCA`.
+
+    Example:
+        >>> import coterie as ct
+        >>> federation = ct.data.mixed_regression(k=2, d=5, pairs=50, rest=50, anchors=4)
+        >>> task = ct.Task.regressor(ct.models.Linear(5, 1))
+        >>> run = ct.fit(ct.FedX(k=2), task, federation, rounds=40, evaluations=1)
+        >>> run.ari > 0.9
+        True
+    """
+
+    k: int = setting(low=1)
+    lr: float | None = setting(None, low=1e-12)
+    refine: Literal["fedavg", "fedprox"] = "fedavg"
+    tau: int = setting(10, low=1)
+    soft: bool = False
+    temperature: float | None = setting(None, low=0)
+    normalise: Literal["cluster", "all"] = "cluster"
+    fraction: float = setting(1.0, low=0, high=1)
+    init: str | Start | Sequence[Params] = "farthest_first"
+
+    def start(self, task: Task, cohort: Cohort, key: Key) -> State:
+        """Lines 1 and 3."""
+        if self.k > cohort.population:
+            name = type(self).__name__
+            raise ValueError(f"{name}: k must be at most the number of clients, {cohort.population}, got {self.k}")
+        lr = self._step_size(task, cohort)
+        theta = find_start(self.init, self.k)(self.k, lr, task, cohort, key)
+        never = torch.full((cohort.population,), -1)
+        exact = self.refine == "fedprox" and is_linear(task, cohort.federation.train.x[:2])
+        none = torch.zeros(self.k, dtype=torch.long)
+        return State(theta, never, none, lr, exact, self.temperature or 0.0, 0)
+
+    def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
+        """Lines 5 to 7."""
+        chosen = cohort.sample(self.fraction)
+        step, sent = self._exchange(state)
+        sums = chosen.combine(step, sent, slots=self.k)
+        labels = state.labels.clone()
+        labels[chosen.clients] = sums.note["label"]
+        known = torch.bincount(labels[labels >= 0], minlength=self.k)
+        after = State(
+            theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
+            labels=labels,
+            members=known if sums.members is None else sums.members,
+            lr=state.lr,
+            exact=state.exact,
+            temperature=self._next_temperature(sums),
+            round=state.round + 1,
+        )
+        return after, Report(chosen.clients, sums.note["loss"])
+
+    @client_step
+    def step(self, task: Task) -> Train:
+        """Lines 6 and 7 at one client, with a hard label (eq. 8) and s gradient steps."""
+        return Train(self._steps(), self.k, choose=True, weights="size")
+
+    @client_step
+    def proximal_step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with a hard label and the proximal problem solved exactly."""
+
+        def run(sent: Models, local: Local) -> Reply:
+            j, loss = nearest(task, sent.theta, local.data)  # eq. (8)
+            end = _solved(task, take(sent.theta, j), local.data, sent.lr)
+            return Reply(end, local.data.mask.sum(), j, {"label": j, "loss": loss})
+
+        return ClientStep(run, secrecy=SECRECY)
+
+    @client_step
+    def soft_step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with λ by likelihood and s gradient steps."""
+        steps = self._steps()
+        return self._soft(task, lambda theta, data, lr: steps(task, theta, data, lr, None)[0])
+
+    @client_step
+    def soft_proximal_step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with λ by likelihood and the proximal problem solved exactly."""
+        return self._soft(task, lambda theta, data, lr: _solved(task, theta, data, lr))
+
+    @client_step
+    def curvature(self, task: Task) -> ClientStep:
+        """‖φ(x_i)‖²/n_i, from which γ follows."""
+
+        def run(_: Any, local: Local) -> Reply:
+            assert task.features is not None
+            phi = task.features(local.data.x) * local.data.mask[:, None]
+            gram = phi @ phi.T if phi.shape[0] < phi.shape[1] else phi.T @ phi
+            return Reply(note={"curvature": torch.linalg.eigvalsh(gram)[-1] / local.data.mask.sum()})
+
+        return ClientStep(run)
+
+    def models(self, state: State) -> Params:
+        """Line 2: θ̂."""
+        return state.theta
+
+    def labels(self, state: State) -> Tensor:
+        """The clusters that clients last chose."""
+        return state.labels
+
+    def members(self, state: State) -> Tensor:
+        """How many clients each cluster has; where labels are soft and not told, everybody is in all."""
+        return state.members
+
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Line 6 for clients that are new; a step size that was found becomes smaller if they need it."""
+        own = self.place_new(state, newcomers)
+        return state._replace(
+            labels=torch.cat([state.labels, own]),
+            members=state.members + torch.bincount(own[own >= 0], minlength=self.k),
+            lr=min(state.lr, self._step_size(newcomers.task, newcomers)),
+        )
+
+    # --- what a client does --------------------------------------------------------------------------------------
+
+    def _steps(self) -> Descend:
+        """Line 7 by s gradient steps; those of FedProx are on the local proximal problem."""
+        prox = 1 / self.lr if self.refine == "fedprox" and self.lr else 0.0
+        return Descend(self.tau, prox=prox, steady=True)
+
+    def _soft(self, task: Task, refine: Callable[[Params, Data, Tensor], Params]) -> ClientStep:
+        def run(sent: Soft, local: Local) -> Reply:
+            rows = local.data.mask.sum()
+            losses = vmap(lambda t: mean_loss(task, t, local.data))(sent.theta).nan_to_num(nan=torch.inf)
+            above = (losses - losses.amin()) * rows
+            share = (-above / sent.temperature.clamp(min=torch.finfo(above.dtype).tiny)).softmax(0)  # λ_i
+            end = vmap(lambda t: refine(t, local.data, sent.lr))(sent.theta)
+            moved = tree_map(lambda e, t: _times(share, e - t), end, sent.theta)  # Lemma 1: λ weighs all of it
+            update = {"moved": moved, "share": share, "loss": _times(share, losses)}
+            note = {"label": losses.argmin(), "loss": losses.amin()}
+            return Reply(update, rows.expand(self.k), torch.arange(self.k, device=share.device), note)
+
+        return ClientStep(run, secrecy=SECRECY)
+
+    # --- what the server does ------------------------------------------------------------------------------------
+
+    def _exchange(self, state: State) -> tuple[Step, Models | Soft]:
+        """The step of this round, and what clients are sent for it."""
+        # The prox term has curvature 1/η: half steps of it converge for any loss that is less curved.
+        by_steps = self.refine == "fedprox" and not state.exact
+        lr = torch.tensor(state.lr / 2 if by_steps else state.lr)
+        if self.soft:
+            sent = Soft(state.theta, lr, torch.tensor(state.temperature))
+            return self.soft_proximal_step if state.exact else self.soft_step, sent
+        return self.proximal_step if state.exact else self.step, Models(state.theta, lr)
+
+    def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
+        """Line 7: Σ w_i θ_{i,t}; a model that nobody refined stays as it is."""
+
+        def column(x: Tensor, like: Tensor) -> Tensor:
+            return x.reshape(-1, *[1] * (like.dim() - 1))
+
+        if self.soft:
+            moved, members = sums.update["moved"], sums.update["share"]
+        else:
+            moved, members = tree_map(lambda x, p: x - column(sums.weight, p) * p, sums.update, theta), sums.weight
+        by = members if self.normalise == "cluster" else torch.full_like(members, everybody)
+        by = by.clamp(min=torch.finfo(by.dtype).tiny)
+        return tree_map(lambda x, p: torch.where(column(members, p) > 0, p + x / column(by, p), p), moved, theta)
+
+    def _next_temperature(self, sums: Sums) -> float:
+        if not self.soft:
+            return 0.0
+        if self.temperature is not None:
+            return self.temperature
+        return float(2 * sums.update["loss"].sum() / sums.weight[0])
+
+    def _step_size(self, task: Task, cohort: Cohort) -> float:
+        if self.lr is not None:
+            return self.lr
+        require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: where no lr is given")
+        return GAMMA / 2 / float(cohort.gather(self.curvature, ()).note["curvature"].max())
+
+
+def _times(share: Tensor, x: Tensor) -> Tensor:
+    """Each model's part (k, …) times its λ; nothing of a model that has none, not even if it has diverged."""
+    share = share.reshape(-1, *[1] * (x.dim() - 1))
+    return torch.where(share > 0, share * x, 0.0)
+
+
+def _solved(task: Task, theta: Params, data: Data, lr: Any) -> Params:
+    """The solution of the local proximal problem, for squared loss and a model that is linear in its parameters."""
+    assert task.features is not None  # `is_linear` has been tried
+    phi, n = task.features(data.x) * data.mask[:, None], data.mask.sum()
+    off = (phi @ flat(theta, 0) - data.y.reshape(-1)) * data.mask
+    return unflat(flat(theta, 0) - proximal(phi, off, 2 * lr / n), theta)
+
+
+def proximal(phi: Tensor, off: Tensor, eta: Tensor) -> Tensor:
+    """Lemma 1: η φᵀ(I + ηφφᵀ)⁻¹ off, how far the proximal problem's solution lies from where it began.
+
+    Example:
+        >>> phi, off = torch.tensor([[2.0], [0.0]]), torch.tensor([1.0, 3.0])
+        >>> proximal(phi, off, torch.tensor(0.5))  # 0.5 · 2 · 1 / (1 + 0.5 · 4)
+        tensor([0.3333])
+    """
+    n, d = phi.shape
+    if n <= d:
+        kernel = torch.eye(n, device=phi.device, dtype=phi.dtype) + eta * (phi @ phi.T)
+        return eta * (phi.T @ torch.linalg.solve(kernel, off))
+    kernel = torch.eye(d, device=phi.device, dtype=phi.dtype) + eta * (phi.T @ phi)
+    return eta * torch.linalg.solve(kernel, phi.T @ off)

@@ -1,0 +1,214 @@
+"""IFCA, the Iterative Federated Clustering Algorithm.
+
+An Efficient Framework for Clustered Federated Learning
+    Avishek Ghosh, Jichan Chung, Dong Yin, Kannan Ramchandran. NeurIPS 2020, Algorithm 1.
+
+Line numbers in the comments are those of Algorithm 1; sections are those of the paper. Throughout, r is the starts that
+run side by side, k the clusters, m the clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.core.cohort import Cohort
+from coterie.core.key import Key
+from coterie.core.method import Report
+from coterie.core.pytree import Params, tree_map
+from coterie.core.registry import register
+from coterie.core.settings import setting
+from coterie.core.step import client_step
+from coterie.core.sums import Sums, mean_of
+from coterie.core.task import Task
+from coterie.core.train import Gradient, Models, Rows, Train
+from coterie.parts.choosing import Choosing
+from coterie.parts.restarts import Restarts, held_out_loss
+from coterie.parts.revival import Revival
+from coterie.parts.starts import Start, find_start
+
+
+class State(NamedTuple):
+    """What IFCA knows after a round."""
+
+    theta: Params  # the cluster models θ_j of every start (r, k, …)
+    labels: Tensor  # each client's last cluster identity (r, m), -1 where it has never taken part or it is hidden
+    members: Tensor  # clients of each cluster (r, k): by the labels or, where these are hidden, of the last round
+    quality: Tensor  # the loss by which starts are compared (r,)
+    empty: Tensor  # rounds since each cluster last had a member (r, k)
+    still: int  # rounds since a client last changed its cluster
+    round: int
+
+
+@register("ifca")
+@dataclass(frozen=True)
+class IFCA(Restarts, Revival, Choosing):
+    """Alternate between estimating each client's cluster and improving the cluster models.
+
+    Args:
+        k: Number of clusters.
+        average: "model" (option II: the mean of locally trained models) or "gradient" (option I).
+        normalise: Option I divides the summed gradients by the cluster's own weight ("cluster") or by that of all m
+            clients ("all", as printed). As printed the larger cluster takes the larger step and tends to win everybody.
+        init: The start: "farthest_first", "random" (the paper's), "balanced", "random_groups", one of their classes
+            with settings of your own, or k state dicts. Farthest-first loses far fewer groups than random does, and
+            costs one exchange in which the server sees the models of some clients.
+        restarts: Starts that are run side by side; the best by held-out loss is kept.
+        holdout: Share of each client's rows that is kept out of the rounds' training to compare restarts (only if
+            restarts > 1; 0 compares by training loss). Starts that train, such as farthest-first, use all rows.
+        shared: Names of the parameters that all clusters share (Section 4.1); the others are clustered.
+        patience: Once no client has changed its cluster for so many rounds, each is sent its own model only
+            (Section 4.1). None always sends all k.
+        recheck: While only own models are sent, all k are sent again every so many rounds.
+        resample: T, to use fresh rows in each of T rounds, half for choosing and half for stepping (Section 5).
+        revive: A cluster that had no member for so many rounds is started again from the client that is served worst.
+
+    Example:
+        >>> import coterie as ct
+        >>> federation = ct.data.rotated_digits(clients=16, seed=0)
+        >>> task = ct.Task.classifier(ct.models.MLP(64, 32, 10))
+        >>> run = ct.fit(ct.IFCA(k=4), task, federation, rounds=20, seed=0)
+        >>> len(run.models), len(run.labels)
+        (4, 16)
+    """
+
+    k: int = setting(low=1)
+    average: Literal["model", "gradient"] = "model"
+    normalise: Literal["cluster", "all"] = "cluster"
+    init: str | Start | Sequence[Params] = "farthest_first"
+    restarts: int = setting(1, low=1)
+    holdout: float = setting(0.2, low=0, high=0.9)
+    shared: tuple[str, ...] = ()
+    patience: int | None = setting(None, low=1)
+    recheck: int = setting(10, low=2)
+    resample: int | None = setting(None, low=1)
+    revive: int | None = setting(None, low=1)
+
+    def start(self, task: Task, cohort: Cohort, key: Key) -> State:
+        """Line 1: the initial models, r times k of them."""
+        self._check(task, cohort)
+        draw = find_start(self.init, self.k)
+        theta = self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r)))
+        for name in self.shared:
+            theta[name] = theta[name][:, :1].expand_as(theta[name]).contiguous()
+        never, none = torch.full((self.restarts, cohort.population), -1), torch.zeros(self.restarts, self.k).long()
+        return State(theta, never, none, torch.full((self.restarts,), torch.inf), none.clone(), 0, 0)
+
+    def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
+        """Lines 3 to 15."""
+        chosen = cohort.sample(self.fraction)  # line 4: M_t
+        slots = self.restarts * self.k
+        if self._settled(state):
+            own = self.k * torch.arange(self.restarts) + state.labels[:, chosen.clients].T  # (c, r)
+            sums = chosen.combine(self.follow, self._one_each(state), slots=slots, rows=own)
+        else:
+            sums = chosen.combine(self.step, self._broadcast(state), slots=slots)  # lines 3 and 5-12
+        labels = state.labels.clone()
+        labels[:, chosen.clients] = sums.note["label"].T
+        members = self._members(labels, sums)
+        after = State(
+            theta=self._improve(state, sums, cohort),  # lines 13-15
+            labels=labels,
+            members=members,
+            quality=held_out_loss(sums.note),
+            empty=torch.where(members > 0, 0, state.empty + 1),
+            still=0 if bool((labels != state.labels).any()) else state.still + 1,
+            round=state.round + 1,
+        )
+        loss = sums.note["loss"][:, self.best(after)]
+        return self.revived(after, sums, chosen), Report(chosen.clients, loss)
+
+    @client_step
+    def step(self, task: Task) -> Train:
+        """Lines 5 to 12 at one client: estimate the cluster (line 6), then improve its model (lines 8 to 11)."""
+        by = Gradient(self.batch) if self.average == "gradient" else self.descend()  # line 9, line 11
+        return Train(by, self.k, choose=True, starts=self.restarts, weights=self.weights, rows=self._rows())
+
+    @client_step
+    def follow(self, task: Task) -> Train:
+        """Lines 8 to 12 at a client that is sent only the model of its last cluster."""
+        by = Gradient(self.batch) if self.average == "gradient" else self.descend()
+        return Train(by, self.k, starts=self.restarts, weights=self.weights, rows=self._rows(), full_loss=True)
+
+    def labels(self, state: State) -> Tensor:
+        """The cluster identities of the best start."""
+        return state.labels[self.best(state)]
+
+    def members(self, state: State) -> Tensor:
+        """How many clients each cluster of the best start has."""
+        return state.members[self.best(state)]
+
+    def done(self, state: State) -> bool:
+        """With re-sampling, once every row has been used."""
+        return self.resample is not None and state.round >= self.resample
+
+    def join(self, state: State, newcomers: Cohort) -> State:
+        """Line 6 for clients that are new, in the best start; in the others they have never taken part."""
+        self._check(newcomers.task, newcomers)
+        labels = torch.full((self.restarts, len(newcomers)), -1)
+        labels[self.best(state)] = self.place_new(state, newcomers)
+        more = torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
+        return state._replace(labels=torch.cat([state.labels, labels], 1), members=state.members + more)
+
+    # --- what the server sends, and does with the replies ----------------------------------------------------------
+
+    def _broadcast(self, state: State) -> Models:
+        """Line 3: k models, of which the shared parameters are sent once."""
+        theta = {n: x for n, x in state.theta.items() if n not in self.shared}
+        return Models(theta, self.step_size(state.round), common={n: state.theta[n][:, 0] for n in self.shared})
+
+    def _one_each(self, state: State) -> Models:
+        """All models one after the other (r·k, …), from which each client is sent its own."""
+        theta = tree_map(lambda x: x.flatten(0, 1), state.theta)
+        return Models(theta, self.step_size(state.round), label=torch.arange(self.k).repeat(self.restarts))
+
+    def _settled(self, state: State) -> bool:
+        """Whether identities have been still for long enough to send one model each."""
+        if self.patience is None or state.still < self.patience or bool((state.labels < 0).any()):
+            return False
+        return (state.still - self.patience) % self.recheck != self.recheck - 1
+
+    def _improve(self, state: State, sums: Sums, cohort: Cohort) -> Params:
+        """Lines 14 and 15; an empty cluster keeps its model, shared parameters are averaged over everybody."""
+        everybody = float(cohort.sizes.sum()) if self.weights == "size" else float(cohort.population)
+
+        def over_clusters(x: Tensor) -> Tensor:
+            each = x.unflatten(0, (self.restarts, self.k))
+            return each.sum(1, keepdim=True).expand_as(each).flatten(0, 1)
+
+        def new(name: str, old: Tensor) -> Tensor:
+            total, weight = sums.update[name], sums.weight
+            if name in self.shared:
+                total, weight = over_clusters(total), over_clusters(weight)
+            if self.average == "model":
+                return mean_of(total, weight, old)  # line 15
+            share = weight / everybody if self.normalise == "all" else torch.ones_like(weight)
+            gradient = mean_of(total, weight, torch.zeros_like(old))
+            return old - self.step_size(state.round) * share.reshape(old.shape[:2] + (1,) * (old.dim() - 2)) * gradient
+
+        return {name: new(name, old) for name, old in state.theta.items()}
+
+    def _members(self, labels: Tensor, sums: Sums) -> Tensor:
+        """Clients of each cluster (r, k)."""
+        if sums.members is not None:
+            return sums.members.unflatten(0, (self.restarts, self.k))
+        return torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
+
+    def _rows(self) -> Rows | None:
+        """Which rows serve for what: some judge restarts, and with re-sampling every round has fresh ones."""
+        holdout = self.holdout if self.compares else 0.0
+        return Rows(holdout, self.resample) if holdout or self.resample else None
+
+    def _check(self, task: Task, cohort: Cohort) -> None:
+        if self.k > cohort.population:
+            raise ValueError(f"IFCA: k must be at most the number of clients, {cohort.population}, got {self.k}")
+        names = task.init(Key.of(0))
+        for name in self.shared:
+            if name not in names:
+                raise ValueError(f"IFCA: shared names '{name}', but the model's parameters are {', '.join(names)}")
+        if (rows := self._rows()) is not None:
+            rows.check(cohort, "IFCA")

@@ -1,0 +1,43 @@
+"""Clients that are sent all models and choose the one that serves them best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.cohort import Cohort
+from coterie.core.local import nearest
+from coterie.core.method import Method
+from coterie.core.step import ClientStep, Step, client_step
+from coterie.core.task import Data, Task
+from coterie.core.train import choose_nearest
+
+
+class Choosing(Method):
+    """A method whose clients choose among its models by their loss: how clients are placed, old ones and new ones."""
+
+    @client_step
+    def choose(self, task: Task) -> ClientStep:
+        """Which of the models that are sent has the lowest loss on the client's rows."""
+        return choose_nearest(task)
+
+    def own_choice(self) -> Step:
+        """Clients choose by themselves."""
+        return self.choose
+
+    def place(self, state: Any, cohort: Cohort) -> Tensor:
+        """The model with the lowest loss, for every client of the cohort."""
+        models = self.models(state)
+        return cohort.gather(self.choose, models, slots=len(next(iter(models.values())))).slot
+
+    def place_new(self, state: Any, newcomers: Cohort) -> Tensor:
+        """The clusters of clients that join; -1 where nobody has a label yet, or nobody's is known to the server."""
+        if bool((self.labels(state) >= 0).any()):
+            return self.place(state, newcomers)
+        return torch.full((len(newcomers),), -1)
+
+    def assign(self, state: Any, task: Task, data: Data) -> int:
+        """The model with the lowest loss, for a client that may have taken no part in training."""
+        return int(nearest(task, self.models(state), data)[0])

@@ -1,0 +1,36 @@
+"""Points that are held out, to choose between models by how likely these find them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coterie.core.key import Key
+from coterie.core.step import Local
+
+HELD_OUT = 0.2  # of the points
+FAR = 1e6  # as unlikely as a point can be, so that a model that has diverged leaves all sums finite
+_STREAM = 7  # under a client's key
+
+
+def held_out(n: int, key: Key) -> Tensor:
+    """1 for a client's points that train no model by which they are judged, the same in every round (n,).
+
+    Each is drawn by itself: of clients with few points too, one in five is held out on average.
+
+    Example:
+        >>> from coterie.core.key import Key
+        >>> held_out(10, Key.of(0)).tolist()
+        [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    """
+    return (torch.rand(n, generator=key.fold(_STREAM).generator()) < HELD_OUT).long()
+
+
+def surprise(losses: Tensor, share: Tensor, local: Local) -> Tensor:
+    """How unlikely held-out points are under each mixture (m,), from its models' losses (m, k, n) and shares (m, k).
+
+    Not under the models that they are assigned to: those who assigned them would be preferred.
+    """
+    losses = losses.nan_to_num(nan=FAR, posinf=FAR, neginf=FAR).clamp(max=FAR)
+    unlikely = -(share.log()[..., None] - losses).logsumexp(1).clamp(min=-FAR)
+    return torch.where(local.draws["held"] * local.data.mask > 0, unlikely, 0.0).sum(1)

@@ -1,0 +1,204 @@
+"""Algorithms, tasks and data sets as plain tables, and back: the contents of a config.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from coterie.core.federation import Federation
+from coterie.core.method import Method
+from coterie.core.registry import find, named
+from coterie.core.settings import check_type, nearest_name, to_plain, validate
+from coterie.core.task import Task
+from coterie.core.uplink import Transform, Uplink
+from coterie.data import CHANGES, DATASETS
+from coterie.models import MODELS
+from coterie.secure import SecureSum
+
+RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink")
+TASKS = {
+    "classifier": Task.classifier,
+    "regressor": Task.regressor,
+    "language_model": Task.language_model,
+    "density": Task.density,
+    "adversarial": Task.adversarial,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a config.toml asks for."""
+
+    algorithm: Method
+    task: Task
+    federation: Federation
+    run: dict[str, Any]
+
+
+def describe(algorithm: Method) -> dict[str, Any]:
+    """A method as a table: its name and its hyperparameters."""
+    table = {"name": named(type(algorithm)) or type(algorithm).__name__, **to_plain(algorithm)}
+    init = getattr(algorithm, "init", None)
+    if dataclasses.is_dataclass(init):
+        table["init"] = _table(init)
+    elif init is not None and not isinstance(init, str):
+        table["init"] = "given"
+    return table
+
+
+def describe_uplink(uplink: Uplink) -> list[dict[str, Any]]:
+    """The transforms of an uplink as tables; of a function of the user's, its name."""
+    return [
+        _table(t) if dataclasses.is_dataclass(t) else {"name": getattr(t, "__name__", "custom")}
+        for t in uplink.transforms
+    ]
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return {"name": named(type(value)) or type(value).__name__, **to_plain(value)}
+
+
+def build_algorithm(table: dict[str, Any]) -> Method:
+    """The method that a table describes."""
+    name, values = _name_and_rest(table, "algorithm")
+    cls = find("method", name, "[algorithm]")
+    _known(values, [f.name for f in dataclasses.fields(cls)], "algorithm")
+    if isinstance(values.get("init"), dict):
+        start, settings = _name_and_rest(values["init"], "algorithm.init")
+        values["init"] = _settings(find("start", start, "[algorithm.init]"), settings, "algorithm.init")
+    return _settings(cls, values, "algorithm")
+
+
+def build_uplink(tables: Any) -> list[Transform]:
+    """The transforms that a list of tables describes."""
+    if not isinstance(tables, list):
+        raise ValueError(f'[run] uplink must be a list of tables, such as [{{ name = "quantise", bits = 8 }}], got {tables!r}')
+    found = []
+    for table in tables:
+        name, values = _name_and_rest(table, "run.uplink")
+        found.append(_settings(find("uplink", name, "[run.uplink]"), values, "run.uplink"))
+    return found
+
+
+def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
+    """A dataclass of settings from a table's values."""
+    _known(values, [f.name for f in dataclasses.fields(cls)], where)
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _required(f)]
+    if missing:
+        raise ValueError(f"[{where}] needs {', '.join(missing)}")
+    built = cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    validate(built)
+    return built
+
+
+def build_task(table: dict[str, Any]) -> Task:
+    """The task that a table describes: `kind` and a `model` table of `name` and `sizes`."""
+    _known(table, ["kind", "model"], "task")
+    kind = table.get("kind", "classifier")
+    if kind == "distance":  # of points to centres, which have no model
+        return Task.distance()
+    if kind not in TASKS:
+        raise ValueError(
+            f"[task] kind must be {' or '.join([*TASKS, 'distance'])}, got {kind!r}{nearest_name(str(kind), TASKS)}"
+        )
+    if not isinstance(table.get("model"), dict):
+        raise ValueError('[task] needs a model, such as model = { name = "mlp", sizes = [64, 32, 10] }')
+    model, values = _named(table["model"], MODELS, "task.model")
+    return TASKS[kind](_call(model, values, "task.model"))
+
+
+def build_federation(table: dict[str, Any]) -> Federation:
+    """The federation that a table describes: a data set, then the changes listed under `change`."""
+    changes = table.get("change", [])
+    if not isinstance(changes, list):
+        raise ValueError(f"[data] change must be a list of tables, got {changes!r}")
+    make, values = _named({k: v for k, v in table.items() if k != "change"}, DATASETS, "data")
+    federation = _call(make, values, "data")
+    for entry in changes:
+        change, values = _named(entry, CHANGES, "data.change")
+        federation = _call(change, values, "data.change", federation)
+    return federation
+
+
+def build_secure(table: dict[str, Any]) -> SecureSum:
+    """The secure sum that a table describes; an empty one takes its defaults."""
+    if not isinstance(table, dict):
+        raise ValueError(f"[run] secure must be a table, such as {{ min_members = 3 }}, got {table!r}")
+    return _settings(SecureSum, table, "run.secure")
+
+
+def build(tables: dict[str, Any]) -> Config:
+    """All of a config.toml."""
+    _known(tables, ["algorithm", "task", "data", "run"], "")
+    for needed in ("algorithm", "data", "run"):
+        if not isinstance(tables.get(needed), dict):
+            raise ValueError(f"the configuration has no [{needed}] table")
+    algorithm = build_algorithm(tables["algorithm"])
+    needless = "task" not in tables and type(algorithm).default_task is not Method.default_task
+    if not needless and not isinstance(tables.get("task"), dict):
+        raise ValueError("the configuration has no [task] table")
+    task = algorithm.default_task() if needless else build_task(tables["task"])
+    _known(tables["run"], list(RUN_KEYS), "run")
+    if "rounds" not in tables["run"]:
+        raise ValueError("[run] needs rounds")
+    return Config(
+        algorithm,
+        task,
+        build_federation(tables["data"]),
+        build_run(tables["run"]),
+    )
+
+
+def build_run(table: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `fit` that a [run] table describes."""
+    build = {"secure": build_secure, "uplink": build_uplink}
+    return {name: build[name](value) if name in build else value for name, value in table.items()}
+
+
+def _name_and_rest(table: Any, where: str) -> tuple[Any, dict[str, Any]]:
+    """`table["name"]`, and the rest of the table."""
+    if not isinstance(table, dict):
+        raise ValueError(f"[{where}] must be a table with a name, got {table!r}")
+    values = dict(table)
+    if "name" not in values:
+        raise ValueError(f"[{where}] needs a name")
+    return values.pop("name"), values
+
+
+def _named(table: dict[str, Any], known: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """The thing that `table["name"]` names, and the rest of the table."""
+    name, values = _name_and_rest(table, where)
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"[{where}] {name!r} is not known{nearest_name(str(name), known)}")
+    return known[name], values
+
+
+def _known(values: dict[str, Any], names: list[str], where: str) -> None:
+    for name in values:
+        if name not in names:
+            table = f"[{where}]" if where else "the configuration"
+            raise ValueError(f"{table} has no key '{name}'{nearest_name(name, names)}")
+
+
+def _call(function: Callable[..., Any], values: dict[str, Any], where: str, *first: Any) -> Any:
+    parameters = list(inspect.signature(function).parameters.values())[len(first) :]
+    names = [p.name for p in parameters]
+    _known(values, names, where)
+    starred = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    listed = values.pop(starred, []) if starred else []
+    if not isinstance(listed, list):
+        raise ValueError(f"[{where}] {starred} must be a list, got {listed!r}")
+    positional = list(listed)
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in values and p.name != starred]
+    if missing:
+        raise ValueError(f"[{where}] needs {', '.join(missing)}")
+    hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
+    for name, value in [*values.items(), *((starred or "", v) for v in positional)]:
+        check_type(f"[{where}] {name}", value, hints[name])
+    return function(*first, *positional, **{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

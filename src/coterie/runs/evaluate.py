@@ -1,0 +1,330 @@
+"""Evaluation: every client with its own model, on its own rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.core.cohort import Cohort
+from coterie.core.engine import OwnChoice
+from coterie.core.local import each_model, mean_loss, membership
+from coterie.core.method import Method, PointMethod
+from coterie.core.model_tree import ModelTree
+from coterie.core.pytree import Params, stack
+from coterie.core.registry import register
+from coterie.core.step import ClientStep, Local, Reply, client_step
+from coterie.core.task import Task
+from coterie.core.train import Models
+from coterie.runs import metrics
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the clients score, each with the model of its cluster.
+
+    Attributes:
+        metric: The name of the score: "accuracy", "mse".
+        per_client: Each client's score (m,); NaN for a client without test rows.
+        labels: Each client's cluster (m,).
+        groups: The true groups (m,), None where nobody knows them.
+        loss: Each client's mean loss (m,).
+        chosen_on: The rows on which clients chose their cluster: "train", or "test" as the IFCA paper did on MNIST.
+    """
+
+    metric: str
+    per_client: np.ndarray
+    labels: np.ndarray
+    groups: np.ndarray | None
+    loss: np.ndarray
+    chosen_on: str
+
+    @property
+    def mean(self) -> float:
+        """The mean over clients."""
+        return float(np.nanmean(self.per_client))
+
+    @property
+    def per_cluster(self) -> dict[int, float]:
+        """The mean over the clients of each cluster that has any with a score."""
+        scored = ~np.isnan(self.per_client)
+        count = np.bincount(self.labels[scored])
+        total = np.bincount(self.labels[scored], self.per_client[scored])
+        return {int(j): float(total[j] / count[j]) for j in np.flatnonzero(count)}
+
+    def among(self, clients: Tensor, labels: Tensor, groups: Tensor | None) -> Self:
+        """These scores of some clients among those of all, where the others have none but the label last known.
+
+        Args:
+            clients: Whose scores these are, as positions in the federation.
+            labels: The label last known of every client (m,).
+            groups: The true group of every client (m,), None where nobody knows it.
+        """
+        at, whole = clients.numpy(), np.full(len(labels), np.nan, dtype=np.float32)
+        per_client, loss, known = whole.copy(), whole.copy(), labels.numpy().copy()
+        per_client[at], loss[at], known[at] = self.per_client, self.loss, self.labels
+        truth = None if groups is None else groups.numpy()
+        return replace(self, per_client=per_client, loss=loss, labels=known, groups=truth)
+
+    @property
+    def clustering(self) -> dict[str, float]:
+        """Labels against true groups: ari, nmi, purity, matched; empty where the groups are not known."""
+        if self.groups is None:
+            return {}
+        return {
+            "ari": metrics.ari(self.labels, self.groups),
+            "nmi": metrics.nmi(self.labels, self.groups),
+            "purity": metrics.purity(self.labels, self.groups),
+            "matched": metrics.matched_accuracy(self.labels, self.groups),
+        }
+
+
+@dataclass(frozen=True)
+class PointScores(Scores):
+    """What clients' points score, each with the model of its cluster; `labels` are clients' commonest clusters.
+
+    Attributes:
+        tables: For every client, how many points each cluster has (rows) of each true one (columns), (m, k, g); None
+            where the truth is not known.
+    """
+
+    tables: np.ndarray | None = None
+
+    def among(self, clients: Tensor, labels: Tensor, groups: Tensor | None) -> Self:
+        """As for other scores; clients that have none have empty tables."""
+        whole = super().among(clients, labels, None)
+        if self.tables is None:
+            return whole
+        tables = np.zeros((len(labels), *self.tables.shape[1:]), dtype=self.tables.dtype)
+        tables[clients.numpy()] = self.tables
+        return replace(whole, tables=tables)
+
+    @property
+    def table(self) -> np.ndarray:
+        """The sum of all clients' tables (k, g)."""
+        return np.zeros((0, 0), dtype=np.int64) if self.tables is None else self.tables.sum(0)
+
+    @property
+    def clustering(self) -> dict[str, float]:
+        """The clusters of all points against the true ones: ari, nmi, purity, matched."""
+        return {} if self.tables is None else metrics.of_table(self.table)
+
+    @property
+    def clustering_per_client(self) -> list[dict[str, float]]:
+        """The same, of each client's points alone."""
+        return [] if self.tables is None else [metrics.of_table(table) for table in self.tables]
+
+
+@dataclass(frozen=True)
+class SummedScores(Scores):
+    """What is known of scores where the server is told sums only: no client's score, and nobody's cluster (-1).
+
+    Attributes:
+        total: The sum of the scores of the clients of each cluster (k,).
+        count: How many clients are in it (k,); 0 for a cluster that is not opened.
+    """
+
+    total: np.ndarray
+    count: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """The mean over the clients of all clusters that are opened; NaN where none is."""
+        return float(self.total.sum() / n) if (n := self.count.sum()) else float("nan")
+
+    @property
+    def per_cluster(self) -> dict[int, float]:
+        """The mean over the clients of each cluster that is opened."""
+        return {int(j): float(self.total[j] / self.count[j]) for j in np.flatnonzero(self.count)}
+
+
+@dataclass(frozen=True)
+class SummedPointScores(SummedScores):
+    """The same where clients have points of several clusters each: there is one sum, over all of them."""
+
+    @property
+    def per_cluster(self) -> dict[int, float]:
+        """Empty: nobody tells which of its points are in which cluster."""
+        return {}
+
+
+@register("scorer", "service")
+@dataclass(frozen=True)
+class Scorer:
+    """The client's side of an evaluation."""
+
+    @client_step
+    def score_ensemble(self, task: Task) -> ClientStep:
+        """Score the models that were sent, as one ensemble, on the client's rows."""
+        return self.score(task.ensemble())
+
+    @client_step
+    def score(self, task: Task) -> ClientStep:
+        """Score the model that was sent on the client's rows."""
+
+        def run(theta: Params, local: Local) -> Reply:
+            rows = local.data.mask.sum()
+            score = (task.score(theta, local.data) * local.data.mask).sum() / rows
+            note = {"score": score, "loss": mean_loss(task, theta, local.data)}
+            return Reply(weight=rows, note=note)
+
+        return ClientStep(run)
+
+    @client_step
+    def tally(self, task: Task) -> ClientStep:
+        """Add the score on the client's rows to those of its cluster; a client without rows adds nothing."""
+
+        def run(sent: Models, local: Local) -> Reply:
+            rows = local.data.mask.sum()
+            score = (task.score(sent.theta, local.data) * local.data.mask).sum() / rows.clamp(min=1)
+            return Reply({"score": score}, (rows > 0).float(), cast(Tensor, sent.label))
+
+        return ClientStep(run)
+
+
+@register("point_scorer", "service")
+@dataclass(frozen=True)
+class PointScorer:
+    """The client's side of an evaluation of points.
+
+    Args:
+        algorithm: Tells each point's cluster.
+        groups: How many true clusters there are; 0 where they are not known.
+    """
+
+    algorithm: PointMethod
+    groups: int
+
+    @client_step
+    def score(self, task: Task) -> ClientStep:
+        """How many points of each true cluster are in each, and what they score there; the slot is the commonest."""
+        inner = self.algorithm.points(task)
+
+        def run(theta: Params, local: Local) -> Reply:
+            label = inner.run(theta, local).note["label"]
+            mask, rows = local.data.mask, local.data.mask.sum()
+            own = membership(label, self.algorithm.k, mask)
+            each = each_model(lambda t: task.score(t, local.data))(theta).T  # (n, k), or (n, 1) if all have one model
+            true = local.data.y[:, None] == torch.arange(self.groups, device=label.device)
+            note = {"table": own.T @ true.to(own), "score": (each * own).nan_to_num().sum() / rows}
+            return Reply(weight=rows, slot=own.sum(0).argmax(), note=note)
+
+        return ClientStep(run, inner.draw)
+
+    @client_step
+    def tally(self, task: Task) -> ClientStep:
+        """Add what the client's points score to what all clients' do."""
+        inner = self.score(task)
+
+        def run(theta: Params, local: Local) -> Reply:
+            rows, own = local.data.mask.sum(), inner.run(theta, local)
+            return Reply({"score": own.note["score"].nan_to_num()}, (rows > 0).float())
+
+        return ClientStep(run, inner.draw)
+
+
+Along = Literal["leaf", "root", "path"]
+
+
+def evaluate(
+    method: Method,
+    state: Any,
+    cohort: Cohort,
+    choose_on: Literal["train", "test"] = "train",
+    along: Along = "leaf",
+) -> Scores:
+    """Let every client choose its cluster, then score that cluster's model on its test rows.
+
+    Args:
+        method: The method that made the state.
+        state: What it has learnt.
+        cohort: The clients; what they exchange here is not charged to the run.
+        choose_on: "train" (honest: the test rows only score) or "test" (a client may look at its labelled test rows).
+        along: For algorithms that leave a tree of models: a client may also be scored with the model at the "root", or
+            with the ensemble of all models on the "path" from there to its leaf.
+    """
+    if choose_on not in ("train", "test"):
+        raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
+    aside = cohort.uncharged()
+    if cohort.engine.sums_only and along == "leaf":
+        return _summed(method, state, aside, choose_on)
+    if isinstance(method, PointMethod):
+        return _points(method, state, aside, choose_on)
+    labels = method.place(state, aside.on(choose_on))
+    if along == "leaf":
+        note = aside.on("test").gather(Scorer().score, method.models(state), rows=labels).note
+    else:
+        note = _along(method.tree(state), labels, aside.on("test"), along)
+    groups = cohort.federation.groups
+    return Scores(
+        metric=cohort.task.metric,
+        per_client=note["score"].cpu().numpy(),
+        labels=labels.cpu().numpy(),
+        groups=None if groups is None else groups[cohort.clients].numpy(),
+        loss=note["loss"].cpu().numpy(),
+        chosen_on=choose_on,
+    )
+
+
+def _summed(method: Method, state: Any, cohort: Cohort, choose_on: str) -> SummedScores:
+    """Scores by cluster, of clients whose scores and clusters the server may not see."""
+    models, test = method.models(state), cohort.on("test")
+    k = len(next(iter(models.values())))
+    if isinstance(method, PointMethod):
+        kind, sums = SummedPointScores, test.combine(PointScorer(method, groups=0).tally, models)
+    else:  # a client chooses by itself, or where it is follows from who it is
+        choose = method.own_choice()
+        rows = method.place(state, cohort.on(choose_on)) if choose is None else OwnChoice(choose, choose_on)
+        sent = Models(models, label=torch.arange(k))
+        kind, sums = SummedScores, test.combine(Scorer().tally, sent, slots=k, rows=rows)
+    nobodys = np.full(len(cohort), np.nan, dtype=np.float32)
+    return kind(
+        metric=cohort.task.metric,
+        per_client=nobodys,
+        labels=np.full(len(cohort), -1),
+        groups=None,
+        loss=nobodys,
+        chosen_on=choose_on,
+        total=sums.update["score"].cpu().numpy(),
+        count=sums.weight.cpu().numpy(),
+    )
+
+
+def _along(tree: ModelTree | None, labels: Tensor, cohort: Cohort, along: Along) -> dict[str, Tensor]:
+    """Score clients with the root's model, or with the ensemble on the way to their leaf."""
+    if along not in get_args(Along):
+        raise ValueError(f"along must be 'leaf', 'root' or 'path', got {along!r}")
+    if tree is None:
+        raise ValueError(f"along={along!r} needs a tree of models, which this algorithm does not make")
+    note = {name: torch.empty(len(cohort)) for name in ("score", "loss")}
+    for c in labels.unique().tolist():
+        at = (labels == c).nonzero().flatten()
+        path = tree.path(c)[: 1 if along == "root" else None]
+        found = cohort.only(at).gather(Scorer().score_ensemble, stack([branch.model for branch in path])).note
+        for name, whole in note.items():
+            whole[at] = found[name].cpu()
+    return note
+
+
+def _points(method: PointMethod, state: Any, everybody: Cohort, choose_on: str) -> PointScores:
+    """Points choose their cluster and are scored there; they have no labels that could be kept from the choice."""
+    cohort = everybody.on("test")
+    y = cohort.federation.part(cohort.part).y
+    known = not y.is_floating_point() and y.dim() == 1 and bool((y >= 0).all())
+    scorer = PointScorer(method, int(y.max()) + 1 if known else 0)
+    reply = cohort.gather(scorer.score, method.models(state), slots=method.k)
+    score = reply.note["score"].cpu().numpy()
+    same_rows = cohort.federation.part(choose_on) is cohort.federation.split("test")  # k-FED need not look again
+    labels = reply.slot if same_rows else method.place(state, everybody.on(choose_on))
+    return PointScores(
+        metric=cohort.task.metric,
+        per_client=score,
+        labels=labels.numpy(),
+        groups=None,
+        loss=score,
+        chosen_on=choose_on,
+        tables=reply.note["table"].long().cpu().numpy() if known else None,
+    )

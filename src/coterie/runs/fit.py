@@ -1,0 +1,194 @@
+"""`fit`, the front door: train a method on a federation."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from coterie.core.cohort import Cohort
+from coterie.core.engine import Engine
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.membership import Membership
+from coterie.core.method import Method
+from coterie.core.precision import check_precision
+from coterie.core.settings import check_type, to_plain, validate
+from coterie.core.task import Task
+from coterie.core.uplink import Transform, Uplink
+from coterie.engines import find_device, find_engine
+from coterie.runs.config import describe, describe_uplink
+from coterie.runs.folder import Onlooker, Record
+from coterie.runs.loop import CLIENTS, Loop
+from coterie.runs.progress import Progress
+from coterie.runs.run import Run
+from coterie.secure import SecureSum
+
+Callback = Callable[[dict[str, Any]], None]
+
+
+def fit(
+    algorithm: Method,
+    task: Task | None,
+    federation: Federation,
+    *,
+    rounds: int,
+    seed: int = 0,
+    executor: str = "vectorised",
+    device: str = "auto",
+    precision: str = "float32",
+    evaluations: int = 100,
+    secure: SecureSum | None = None,
+    uplink: Sequence[Transform] = (),
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train a method on a federation, and return what it has learnt.
+
+    Args:
+        algorithm: The method and its hyperparameters, such as `IFCA(k=4)`.
+        task: What is learnt; None for methods that know it themselves, such as `KFED`.
+        federation: The clients and their rows.
+        rounds: How many rounds to train.
+        seed: Every random number follows from it; the same seed gives the same run.
+        executor: "vectorised" (many clients at once, the fastest), "vmap" (the same without fused steps), "sequential"
+            (one client after the other, the reference), or "sharded" (each process that torchrun started does a share
+            of the clients; all return the same run, and the first one writes it).
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        precision: Of matrix products: "float32", or on a GPU the faster "tf32", or "bfloat16". Only with float32 do
+            executors agree to within rounding.
+        evaluations: How often at most all clients are scored on the way, evenly spaced; the last round always is.
+        secure: Have updates added up so that the server sees only sums by cluster, and not who is in which. For methods
+            that only `combine`; scores are still those of every client. None adds in the open.
+        uplink: What is done to every client's reply before it is added up, in this order, such as `Quantise(bits=8)`.
+        out: The run folder to write; None writes nothing.
+        resume: Go on from the newest checkpoint in `out`.
+        callbacks: Functions that are called with every new row of the history.
+
+    Raises:
+        ValueError: The input is bad; the message says what was given, what is allowed and where.
+        Diverged: The loss is no longer finite.
+        ConnectionError: Another process of a sharded run is gone, or too many clients of a secure sum.
+    """
+    _check(algorithm, rounds, seed, evaluations, out, resume)
+    task = algorithm.default_task() if task is None else task
+    algorithm.check_task(task)
+    place, make = find_device(device), find_engine(executor)
+    federation.check(task)
+    checked, transforms = check_precision(precision, place), check_uplink(uplink)
+
+    def members(key: Key) -> Membership:
+        return Membership(Cohort(make(federation, task, key, place, transforms, checked)))
+
+    return fit_on(
+        members,
+        algorithm,
+        rounds=rounds,
+        seed=seed,
+        evaluations=evaluations,
+        secure=secure,
+        uplink=transforms,
+        out=out,
+        resume=resume,
+        callbacks=callbacks,
+    )
+
+
+def fit_on(
+    members: Callable[[Key], Membership],
+    algorithm: Method,
+    *,
+    rounds: int,
+    seed: int = 0,
+    evaluations: int = 100,
+    secure: SecureSum | None = None,
+    uplink: Uplink | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train on clients that are reached in a way of their own, such as those of a Flower federation.
+
+    Args:
+        members: Given the key that the clients' random numbers follow from, says who takes part.
+        algorithm: The method and its hyperparameters.
+        rounds: How many rounds to train.
+        seed: Every random number follows from it.
+        evaluations: How often at most all clients are scored on the way.
+        secure: The secure sum by which updates are added up; None adds in the open.
+        uplink: What the engine does to every reply, for the run folder.
+        out: The run folder to write; None writes nothing.
+        resume: Go on from the newest checkpoint in `out`.
+        callbacks: Functions that are called with every new row of the history.
+    """
+    _check(algorithm, rounds, seed, evaluations, out, resume)
+    key = Key.of(seed)
+    membership = members(key.fold(CLIENTS))
+    engine = membership.engine
+    algorithm.check_task(engine.task)
+    options: dict[str, Any] = {"rounds": rounds, "seed": seed, "precision": engine.precision}
+    if uplink is not None and uplink.transforms:
+        options["uplink"] = describe_uplink(uplink)
+    if secure is not None:
+        membership, options["secure"] = _secured(membership, secure), to_plain(secure)
+    config = _config(algorithm, engine.task, engine.federation, options)
+    record = None
+    if out:
+        record = Record(out, config, resume=resume) if engine.leads else Onlooker(out)
+    listeners = [*callbacks, *_progress(algorithm, rounds, engine)] if engine.leads else []
+    every = math.ceil(rounds / evaluations)
+    return Loop(algorithm, membership, key, rounds, every, record, listeners).run(resume)
+
+
+def check_uplink(uplink: Sequence[Transform]) -> Uplink:
+    """The transforms that are given, if they are functions, with their settings checked."""
+    for transform in uplink:
+        if not callable(transform) or isinstance(transform, type):
+            raise ValueError(f"fit: uplink must be a list of functions of a reply, such as Quantise(), got {transform!r}")
+        if hasattr(transform, "__dataclass_fields__"):
+            validate(transform)
+    return Uplink(tuple(uplink))
+
+
+def _check(
+    algorithm: Method, rounds: int, seed: int, evaluations: int, out: str | Path | None, resume: bool
+) -> None:
+    validate(algorithm)
+    for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
+    if resume and out is None:
+        raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
+
+
+def _secured(membership: Membership, secure: SecureSum) -> Membership:
+    if find_spec("cryptography") is None:
+        raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
+    check_type("fit: secure", secure, SecureSum)
+    validate(secure)
+    if membership.engine.remote:
+        from coterie.flower.secure_engine import SecureFlower
+
+        return membership.wrapped(lambda engine: SecureFlower(engine, secure))
+    from coterie.secure.engine import Secure
+
+    return membership.wrapped(lambda engine: Secure(engine, secure))
+
+
+def _config(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "algorithm": describe(algorithm),
+        "task": task.spec or {"kind": "custom"},
+        "data": federation.source or {"name": "custom", "clients": len(federation)},
+        "run": run,
+    }
+
+
+def _progress(algorithm: Method, rounds: int, engine: Engine) -> list[Progress]:
+    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        return []
+    return [Progress(type(algorithm).__name__, rounds, engine.task.metric, str(engine.device))]

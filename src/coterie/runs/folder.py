@@ -1,0 +1,214 @@
+"""The run folder: all that is ever known of a run. The command line, plots and dashboard read only this.
+
+config.toml                         algorithm, task, data, seed, rounds
+events.jsonl                        one line per round, and what the executor had to say
+roster.json                         who the clients are, where they are elsewhere and may come and go
+checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
+final/models.safetensors            the k models, stacked
+final/result.json                   labels and scores
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from coterie.storage import snapshot
+from coterie.core.pytree import Params
+
+ROSTER = "roster.json"
+KEPT = 2  # checkpoints: the one before is there should the last be damaged
+PACE = 10  # a checkpoint is written once it is this many times cheaper than the work since the last
+
+
+class Record:
+    """Writes a run folder."""
+
+    def __init__(self, path: str | Path, config: dict[str, Any], *, resume: bool) -> None:
+        self.path = Path(path)
+        self.config = config
+        self._cost = 0.0
+        self._last = time.monotonic()
+        if (self.path / "config.toml").exists():
+            if not resume:
+                raise ValueError(f"{self.path} already holds a run; resume it, overwrite it, or choose another folder")
+            _check_same(read_config(self.path), config, self.path)
+        elif self.path.exists() and (not self.path.is_dir() or _foreign(self.path)):
+            raise ValueError(f"{self.path} exists and is not a run folder; choose another")
+
+    def begin(self) -> None:
+        """Write the configuration: from now on the folder holds a run."""
+        snapshot.write_text(self.path / "config.toml", to_toml(self.config))
+
+    def roster(self, content: Any) -> None:
+        """Write who the clients are, in their order."""
+        snapshot.write_text(self.path / ROSTER, json.dumps(content) + "\n")
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Append one line to events.jsonl."""
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as f:
+            f.write(json.dumps({"event": kind, **values}) + "\n")
+
+    def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
+        """Save the state after `done` rounds, unless the last save is so recent that saving would cost too much."""
+        if not force and time.monotonic() - self._last < PACE * self._cost:
+            return
+        begin = time.monotonic()
+        folder = self.path / "checkpoints"
+        snapshot.save(folder / f"round-{done:06d}.safetensors", content)
+        for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
+            old.unlink()
+        self._last = time.monotonic()
+        self._cost = self._last - begin
+
+    def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
+        """The newest checkpoint that can be read, and a warning for each that could not and is thrown away."""
+        content, damaged = read_checkpoint(self.path, types)
+        for file in damaged:
+            file.unlink()
+        ending = "falling back to the checkpoint before it" if content is not None else "starting again"
+        return content, [f"{file.name} is damaged; {ending}" for file in damaged]
+
+    def rewind(self, done: int) -> list[dict[str, Any]]:
+        """Drop what came after round `done`, which will be made again, and return the rounds before."""
+        events = [e for e in read_events(self.path) if e["event"] != "end" and e.get("round", 0) <= done]
+        snapshot.write_text(self.path / "events.jsonl", "".join(json.dumps(e) + "\n" for e in events))
+        shutil.rmtree(self.path / "final", ignore_errors=True)
+        return read_history(self.path)
+
+    def finish(self, models: Params, result: dict[str, Any]) -> None:
+        """Write the results."""
+        from safetensors.torch import save_file
+
+        with snapshot.atomic(self.path / "final" / "models.safetensors") as part:
+            save_file({n: x.detach().cpu().contiguous() for n, x in models.items()}, part)
+        snapshot.write_text(self.path / "final" / "result.json", json.dumps(result, indent=1) + "\n")
+
+
+class Onlooker(Record):
+    """The run folder in a process that helps with a run: it reads what the leading process writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def begin(self) -> None:
+        """Nothing: it is written already, or will be."""
+
+    def roster(self, content: Any) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Nothing."""
+
+    def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
+        """Nothing."""
+
+    def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
+        """The newest checkpoint that can be read."""
+        return read_checkpoint(self.path, types)[0], []
+
+    def rewind(self, done: int) -> list[dict[str, Any]]:
+        """The rounds up to `done`."""
+        return [row for row in read_history(self.path) if row["round"] <= done]
+
+    def finish(self, models: Params, result: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.toml as a dict."""
+    if not (path / "config.toml").is_file():
+        raise ValueError(f"{path} is not a run folder: it has no config.toml")
+    return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+
+
+def read_roster(path: Path) -> Any | None:
+    """roster.json as it was written; None where there is none.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    if not (file := path / ROSTER).is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error})") from error
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """events.jsonl as a list of dicts; a last line that was cut off by a kill is left out."""
+    file = path / "events.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The rounds of a run, one dict each."""
+    return [{k: v for k, v in e.items() if k != "event"} for e in read_events(path) if e["event"] == "round"]
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """result.json as a dict."""
+    file = path / "final" / "result.json"
+    if not file.is_file():
+        read_config(path)  # says so if this is no run folder at all
+        raise ValueError(f"{path} is not finished: {len(read_history(path))} rounds so far; resume it first")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def read_checkpoint(path: Path, types: dict[str, type]) -> tuple[Any | None, list[Path]]:
+    """The newest checkpoint that can be read, and the newer ones that cannot."""
+    damaged: list[Path] = []
+    for file in sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True):
+        try:
+            return snapshot.load(file, types), damaged
+        except snapshot.Damaged:
+            damaged.append(file)
+    return None, damaged
+
+
+def to_toml(config: dict[str, Any]) -> str:
+    """A dict of tables of plain values as TOML.
+
+    Example:
+        >>> print(to_toml({"run": {"rounds": 3, "seed": 0}, "algorithm": {"name": "ifca", "shared": []}}), end="")
+        [run]
+        rounds = 3
+        seed = 0
+        <BLANKLINE>
+        [algorithm]
+        name = "ifca"
+        shared = []
+    """
+
+    def value(v: Any) -> str:
+        if isinstance(v, dict):
+            return "{ " + ", ".join(f"{k} = {value(x)}" for k, x in v.items()) + " }"
+        if isinstance(v, list | tuple):
+            return "[" + ", ".join(value(x) for x in v) + "]"
+        return json.dumps(v)  # JSON's numbers, booleans and strings are TOML's
+
+    tables = [f"[{name}]\n" + "".join(f"{k} = {value(v)}\n" for k, v in t.items()) for name, t in config.items()]
+    return "\n".join(tables)
+
+
+def _foreign(path: Path) -> bool:
+    """Whether a folder holds more than what a kill in the very first write leaves behind."""
+    return any(not p.name.endswith(".part") for p in path.iterdir())
+
+
+def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+    """A run may be resumed for more rounds; anything else must be as it was."""
+    for table in old.keys() | new.keys():
+        a, b = old.get(table, {}), tomllib.loads(to_toml({"t": new.get(table, {})}))["t"]
+        for name in sorted(a.keys() | b.keys()):
+            if (table, name) != ("run", "rounds") and a.get(name) != b.get(name):
+                raise ValueError(
+                    f"{path} was made with {table}.{name} = {a.get(name)!r}, now it is {b.get(name)!r}; "
+                    "a run can only be resumed as it was begun"
+                )

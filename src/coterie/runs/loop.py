@@ -1,0 +1,280 @@
+"""The rounds of a run: evaluation, checkpoints, clients that come and go, stopping."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from coterie.core.cohort import Cohort
+from coterie.core.key import Key
+from coterie.core.membership import Membership
+from coterie.core.method import Method, Report
+from coterie.core.pytree import to_device
+from coterie.runs.evaluate import Scores, evaluate
+from coterie.runs.folder import Record
+from coterie.runs.run import Diverged, Run, summary
+from coterie.storage import snapshot
+
+log = logging.getLogger("coterie")
+
+LISTED = 100  # clusters at most whose members and scores are listed in every row of the history
+
+START, CLIENTS = 0, 1  # streams under the run's key
+
+
+class _Now(NamedTuple):
+    """Where a run stands. It is replaced as a whole, so that a stop at any moment finds parts that fit together."""
+
+    state: Any
+    done: int  # rounds
+    memory: dict[int, Any]  # what the clients keep for themselves
+
+
+class Loop:
+    """The rounds of one run."""
+
+    def __init__(
+        self,
+        method: Method,
+        membership: Membership,
+        key: Key,
+        rounds: int,
+        every: int,  # rounds between two evaluations
+        record: Record | None,
+        callbacks: list[Any],
+    ) -> None:
+        self.method, self.membership, self.key = method, membership, key
+        self.rounds, self.every, self.record, self.callbacks = rounds, every, record, callbacks
+        self.history: list[dict[str, Any]] = []
+        self.now = _Now(None, 0, {})
+        self.start_seconds = 0.0
+        self.scored: tuple[int, Scores] | None = None  # after how many rounds all clients were last scored, and how
+
+    @property
+    def cohort(self) -> Cohort:
+        """All clients."""
+        return self.membership.everyone
+
+    @property
+    def state(self) -> Any:
+        """All that has been learnt so far."""
+        return self.now.state
+
+    def _publish(self, state: Any, done: int) -> None:
+        self.now = _Now(state, done, dict(self.cohort.ledger.memory))
+
+    def run(self, resume: bool) -> Run:
+        """Do the rounds, or those after the newest checkpoint; a run that is interrupted leaves one."""
+        try:
+            if resume:
+                self.membership.renew()  # clients may be reached in another way than before
+            if not (resume and self._restore()):
+                self._start()
+            for t in range(self.now.done, self.rounds):
+                if self.method.done(self.state):
+                    break
+                self._round(t)
+            return self._finish()
+        except (KeyboardInterrupt, ConnectionError):  # the second where another process of the run is gone
+            self._checkpoint(force=True)
+            self._write_log()  # it may say why
+            if self.cohort.engine.leads:
+                _say(_interrupted(self.now.done, self.rounds, self.record))
+            raise
+
+    def _start(self) -> None:
+        begin = time.perf_counter()
+        first = self.key.fold(START)
+        state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
+        state = to_device(state, self.cohort.engine.device)
+        if bad := self._not_finite(state):
+            raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
+        self.start_seconds = time.perf_counter() - begin  # charged to the first round, as its bytes are
+        if self.record:
+            self.record.begin()
+        self._write_roster(self.membership.roster())
+        self._publish(state, 0)
+
+    def _round(self, t: int) -> None:
+        begin = time.perf_counter()
+        before = self.cohort.ledger.bytes_down, self.cohort.ledger.bytes_up
+        self._meet(t)
+        try:
+            state, report = self.membership.perform(lambda c: self.method.round(self.state, c.at(t)), unit=t + 1)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+            raise self._diverged(t, "a model has a matrix without an inverse") from None
+        self._check_finite(t, state, report)
+        seconds = time.perf_counter() - begin
+        if t == 0:
+            before, seconds = (0, 0), seconds + self.start_seconds
+        row = self._row(t, state, report, seconds)
+        row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
+        row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
+        if left_out := self.cohort.ledger.left_out:
+            row["left_out"] = sorted(set(left_out))
+            left_out.clear()
+        self._write_log()
+        if self.record:
+            self.record.event("round", **row)
+        self.history.append(row)
+        self._publish(state, t + 1)
+        self._checkpoint(force=self.cohort.engine.remote)
+        for callback in self.callbacks:
+            callback(row)
+
+    def _meet(self, t: int) -> None:
+        """Before a round: reach clients that are back, and let those in that are new."""
+        if self.membership.renew(lambda wider, roster: self._admit(wider, roster, t), unit=t):
+            self._write_roster(self.membership.roster())
+
+    def _admit(self, wider: Cohort, roster: Any, t: int) -> str:
+        """Take the clients in that a wider cohort has at its end; how they were placed."""
+        m = len(self.cohort)
+        state = self.method.join(self.state, wider.only(torch.arange(m, len(wider))).at(t))
+        placed = _placed(self.method.labels(state)[m:].tolist())
+        # First: a resumed run may find clients that its checkpoint does not know, but must never miss any.
+        self._write_roster(roster)
+        self._publish(state, t)
+        return placed
+
+    def _write_roster(self, roster: Any) -> None:
+        """Have the run folder say who the clients are."""
+        if self.record and roster is not None:
+            self.record.roster(roster)
+
+    def _scores(self, state: Any, t: int) -> Scores:
+        scores, heard = self.membership.perform(lambda c: (evaluate(self.method, state, c.at(t)), c.clients))
+        if len(heard) == len(self.cohort):
+            return scores
+        return scores.among(heard, self.method.labels(state), self.cohort.federation.groups)
+
+    def _row(self, t: int, state: Any, report: Report, seconds: float) -> dict[str, Any]:
+        members = [int(n) for n in self.method.members(state)]
+        clusters = len(members)
+        score, each = None, None
+        if (t + 1) % self.every == 0 or t + 1 == self.rounds:
+            scores = self._scores(state, t)
+            self.scored = t + 1, scores
+            score, own = scores.mean, scores.per_cluster
+            each = [own.get(j) for j in range(clusters)]
+        listed = clusters <= LISTED
+        return {
+            "round": t + 1,
+            "loss": float(report.loss.mean()) if len(report.loss) else None,
+            self.cohort.task.metric: score,
+            "per_cluster": each if listed else None,
+            "changed": self.method.changed(self.state, state),
+            "groups": sum(n > 0 for n in members),
+            "members": members if listed else None,
+            "participants": len(report.clients),
+            "seconds": seconds,
+        }
+
+    def _check_finite(self, t: int, state: Any, report: Report) -> None:
+        lost = report.clients[~torch.isfinite(report.loss).cpu()]
+        bad = {*self.method.labels(state)[lost].unique().tolist(), *self._not_finite(state)} - {-1}
+        if not bad and not len(lost):
+            return
+        # Where points are grouped, those of a client may be of any cluster.
+        whose = f"cluster {_names(bad)}" if bad else f"{len(lost)} of {len(report.clients)} clients"
+        raise self._diverged(t, f"the loss of {whose} is no longer finite")
+
+    def _diverged(self, t: int, what: str) -> Diverged:
+        self._checkpoint(force=True)
+        where = f"in {self.record.path}" if self.record else "in the error's .run"
+        message = f"round {t + 1}: {what}; a smaller lr usually helps. The state after round {t} is kept {where}"
+        return Diverged(message, self._result())
+
+    def _not_finite(self, state: Any) -> set[int]:
+        """The clusters whose models hold a NaN or an infinity."""
+        models = self.method.models(state).values()
+        return {j for x in models for j in (~torch.isfinite(x.flatten(1)).all(1)).nonzero().flatten().tolist()}
+
+    def _checkpoint(self, *, force: bool = False) -> None:
+        if self.record and self.state is not None:
+            now = self.now
+            self.record.checkpoint(now.done, {**now._asdict(), "chunks": self.cohort.ledger.chunks}, force=force)
+
+    def _restore(self) -> bool:
+        assert self.record is not None  # fit() has made sure
+        types = snapshot.named_tuples(type(self.method))
+        content, warnings = self.record.restore(types)
+        for warning in warnings:
+            log.warning(warning)
+        if content is None:
+            self.record.rewind(0)
+            return False
+        if content["done"] > self.rounds:
+            raise ValueError(f"{self.record.path} has {content['done']} rounds already, more than {self.rounds}")
+        self.record.begin()  # it may be resumed for more rounds
+        self.history = self.record.rewind(content["done"])
+        if (m := len(self.method.labels(content["state"]))) != len(self.cohort):
+            self.membership.restrict(m)
+        self.cohort.ledger.memory = content["memory"]
+        self.cohort.ledger.chunks = content["chunks"]
+        self._publish(to_device(content["state"], self.cohort.engine.device), content["done"])
+        return True
+
+    def _write_log(self) -> None:
+        messages = self.cohort.ledger.messages
+        while messages:
+            log.info(message := messages.pop(0))
+            if self.record and self.state is not None:  # else there is no folder yet
+                self.record.event("log", message=message)
+
+    def _result(self) -> Run:
+        done = self.now.done
+        if self.scored is None or self.scored[0] != done:
+            self.scored = done, self._scores(self.state, max(0, done - 1))
+        return Run(
+            self.method,
+            self.state,
+            self.scored[1],
+            self.history[: self.now.done],
+            self.record and self.record.path,
+            self.cohort,
+        )
+
+    def _finish(self) -> Run:
+        run = self._result()
+        losses = [row["loss"] for row in run.history if row["loss"] is not None] or [0.0]
+        first, last = losses[0], losses[-1]
+        grouped = self.method.needs.points  # their losses may well go up: shrinking raises them
+        if last > first + 0.02 * abs(first) and not grouped:
+            log.warning("the loss went up, from %.4g to %.4g; a smaller lr usually helps", first, last)
+        if self.record:
+            self._checkpoint(force=True)
+            self.record.finish(self.method.models(self.state), summary(run))
+            self.record.event("end", rounds=self.now.done)
+        return run
+
+
+def _placed(labels: list[int]) -> str:
+    """How many clients there are, and in which clusters.
+
+    Example:
+        >>> _placed([0, 1, 0, -1])
+        '4 clients: 2 in cluster 0, 1 in cluster 1'
+    """
+    each = [f"{n} in cluster {j}" for j, n in sorted(Counter(j for j in labels if j >= 0).items())]
+    return f"{len(labels)} client{'s' if len(labels) > 1 else ''}{': ' if each else ''}{', '.join(each)}"
+
+
+def _names(clusters: set[int]) -> str:
+    return ", ".join(str(j) for j in sorted(clusters)[:5])
+
+
+def _interrupted(done: int, rounds: int, record: Record | None) -> str:
+    done_so_far = f"\ninterrupted after round {done} of {rounds}"
+    if record is None:
+        return f"{done_so_far}; nothing was kept, because fit() was given no out folder"
+    return f"{done_so_far}; go on with --resume (in Python, resume=True) and the folder {record.path}"
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(message + "\n")

@@ -1,0 +1,183 @@
+"""An engine whose clients mask what they send: what a method sees of the secure sum."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.core.engine import Engine, Exchange
+from coterie.core.pytree import leaves, take, tree_map
+from coterie.core.step import Reply, Secrecy, derived, step_name
+from coterie.core.sums import Sums
+from coterie.secure import SecureSum
+from coterie.secure.masks import simulated
+from coterie.secure.protocol import Answering, Client, Opened, Session, Sheet, Terms, Transcript
+
+MOST = 256  # clients of a session: masks and shares are made for every pair
+ROOM = 62  # bits for the largest sum, of the 63 that a signed number has
+LEAST = 20  # bits behind the point, below which sums would not be exact enough
+
+Witness = Callable[[Transcript], None]
+
+
+class Secure(Engine):
+    """The clients of another engine, in sessions of the secure sum.
+
+    The clients' steps run on the inner engine. What is done in a client's name here (its key pairs, its masks) is done
+    by its own `Client`, and the server's part by a `Server`, which sees a transcript and no more.
+
+    Args:
+        inner: Runs the clients' steps.
+        settings: Of the secure sum.
+        answering: Who answers an exchange: everybody, unless told otherwise.
+        witness: Is given the transcript of every session, which is all that the server sees.
+    """
+
+    def __init__(
+        self,
+        inner: Engine,
+        settings: SecureSum,
+        answering: Answering = lambda exchange, asked: asked,
+        witness: Witness = lambda transcript: None,
+    ) -> None:
+        super().__init__(inner.federation, inner.task, inner.key, inner.device, inner.precision)
+        self.name, self.leads, self.remote = inner.name, inner.leads, inner.remote
+        self.inner, self._settings, self._answering, self._witness = inner, settings, answering, witness
+        self._sessions = itertools.count()
+
+    def in_the_open(self) -> Engine:
+        """The inner engine: what a real federation would not exchange need not be masked either."""
+        return self.inner
+
+    def combine(self, exchange: Exchange) -> Sums:
+        """Run the step on every client and add the weighted updates up by slot, in one session of the secure sum."""
+        session = Session(*self._parties(exchange), self._answering)
+        here = session.agree()
+        position = {i: at for at, i in enumerate(exchange.clients.tolist())}
+        present = exchange.only(torch.tensor([position[i] for i in here], dtype=torch.long))  # who is gone does nothing
+        reply = self.inner.gather(present._replace(ledger=replace(exchange.ledger, bytes_down=0, bytes_up=0)))
+        secrecy = derived(exchange.step, self.task).secrecy
+        everybody = len(exchange.clients)
+        code = Code.of(self._settings.clip, everybody, reply, exchange.slots, step_name(exchange.step), secrecy)
+        # From here to the session every row of `reply` is with its own client, and the server has none of them.
+        sheets = {i: code.sheet(take(reply, row), self.federation.name(i)) for row, i in enumerate(here)}
+        opened = session.add(sheets)
+        self._account(exchange, session.server.transcript, exchange.bytes_down() * len(here), opened)
+        return tree_map(lambda x: x.to(self.device), code.sums(opened, everybody))
+
+    def gather(self, exchange: Exchange) -> Reply:
+        """Refuse: of a secure sum the server gets nothing but sums."""
+        raise ValueError(
+            f"secure sum: {step_name(exchange.step)} needs every client's own reply (gather), and of a secure sum the "
+            "server gets nothing but sums; choose another method or start, or leave secure out"
+        )
+
+    def _parties(self, exchange: Exchange) -> tuple[dict[int, Client], Terms]:
+        n, wanted = len(exchange.clients), self._settings
+        needed = max(math.floor(wanted.threshold * n) + 1, wanted.min_members)
+        if n < needed:
+            raise ValueError(f"secure sum: at least {needed} clients must take part, got {n}")
+        if n > MOST:
+            raise ValueError(f"secure sum: at most {MOST} clients can take part at once, got {n}; set fraction lower")
+        terms, when = Terms(n, needed, wanted.min_members, exchange.slots), (next(self._sessions), *exchange.when)
+        clients = exchange.clients.tolist()
+        return {i: Client(i, terms, simulated(self.client_key(i).fold(*when))) for i in clients}, terms
+
+    def _account(self, exchange: Exchange, transcript: Transcript, down: int, opened: Opened) -> None:
+        """Count bytes, and log what the server knows of a session that did not go as usual."""
+        ledger, everybody = exchange.ledger, len(exchange.clients)
+        ledger.charge(down + transcript.bytes_down, transcript.bytes_up)
+        self._witness(transcript)
+        if gone := everybody - len(opened.clients):
+            ledger.messages.append(
+                f"secure sum: {gone} of {everybody} clients were gone; the sums are those of the others"
+            )
+        least = self._settings.min_members
+        if small := [j for j, n in enumerate(opened.members.tolist()) if 0 < n < least]:
+            which = ", ".join(map(str, small))
+            ledger.messages.append(f"secure sum: fewer than {least} clients chose slot {which}: not opened")
+
+
+class Code(NamedTuple):
+    """How replies are written as numbers modulo 2⁶⁴, and sums of them read."""
+
+    clip: float
+    bits: int  # behind the point
+    slots: int
+    update: Any  # the form of what is added up to one slot: tensors with a shape and no numbers
+    note: dict[str, Tensor]  # the form of one client's
+    secrecy: Mapping[str, Secrecy]  # what the server gets of each note
+
+    @classmethod
+    def of(cls, clip: float, clients: int, reply: Reply, slots: int, name: str, secrecy: Mapping[str, Secrecy]) -> Code:
+        """The code for so many clients' replies like these; it looks at their form only, so there may be none."""
+        for note in reply.note:
+            if note not in secrecy:
+                raise ValueError(
+                    f"secure sum: {name} tells the server every client's '{note}', and of a secure sum it gets nothing "
+                    "but sums; choose another method, or leave secure out"
+                )
+        bits = math.floor(ROOM - math.log2(clients * clip))
+        if bits < LEAST:
+            raise ValueError(f"secure sum: clip = {clip:g} leaves {clients} clients too few bits; lower it")
+        update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :], device="meta"), reply.update)
+        note = tree_map(lambda x: x.new_empty(x.shape[1:], device="meta"), reply.note)
+        return cls(clip, bits, slots, update, note, secrecy)
+
+    @property
+    def head(self) -> int:
+        """How many numbers the head of a sheet has."""
+        return self.slots + sum(self.note[n].numel() for n in self._averaged())
+
+    @property
+    def width(self) -> int:
+        """How many numbers each row of its body has: those of an update, and the weight."""
+        return sum(x.numel() for x in leaves(self.update)) + 1
+
+    def sheet(self, reply: Reply, who: str) -> Sheet:
+        """One client's reply, on the client."""
+        slot, weight = reply.slot.reshape(-1).cpu(), reply.weight.reshape(-1).cpu()
+        parts = [x.reshape(len(slot), -1).cpu().double() for x in leaves(reply.update)]
+        numbers = torch.cat([*parts, torch.ones(len(slot), 1)], 1) * weight[:, None]  # the last one is the weight
+        numbers[weight == 0] = 0  # whatever it is, it counts nothing
+        body = np.zeros((self.slots, numbers.shape[1]), np.uint64)
+        np.add.at(body, slot.numpy(), self._encode(numbers, who))
+        chosen = torch.zeros(self.slots, dtype=torch.long).index_put_((slot[weight > 0],), torch.tensor(1))
+        noted = torch.cat([torch.zeros(0), *(reply.note[n].flatten().cpu() for n in self._averaged())])
+        return Sheet(np.concatenate([chosen.numpy().view(np.uint64), self._encode(noted, who)]), body)
+
+    def require_room(self, opened: Opened) -> None:
+        """Refuse numbers larger than any sum can be: they are masks that were taken off with wrong shares."""
+        if (np.abs(opened.sheet.body.astype(float)) > 2.0**ROOM).any():
+            raise ValueError("secure sum: the sums make no sense, so somebody has not kept to the protocol")
+
+    def sums(self, opened: Opened, participants: int) -> Sums:
+        """What was opened, as the method gets it, on the server."""
+        body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots :]))
+        rest = iter(body[:, :-1].split([x.numel() for x in leaves(self.update)], 1))
+        update = tree_map(lambda x: next(rest).reshape(self.slots, *x.shape).to(x.dtype), self.update)
+        means = iter((head / len(opened.clients)).split([self.note[n].numel() for n in self._averaged()]))
+        everybody = {n: next(means).reshape(self.note[n].shape).float() for n in self._averaged()}
+        everybody |= {n: torch.full(x.shape, -1) for n, x in self.note.items() if self.secrecy[n] == "hidden"}
+        note = {n: everybody[n].expand(participants, *x.shape) for n, x in self.note.items()}
+        return Sums(update, body[:, -1].float(), note, torch.from_numpy(opened.members))
+
+    def _averaged(self) -> list[str]:
+        return [n for n in self.note if self.secrecy[n] == "mean"]
+
+    def _encode(self, numbers: Tensor, who: str) -> np.ndarray:
+        if not bool(torch.isfinite(numbers).all()):
+            raise ValueError(f"secure sum: what {who} would send is not finite; a smaller lr usually helps")
+        if numbers.numel() and (largest := float(numbers.abs().max())) > self.clip:
+            raise ValueError(f"secure sum: what {who} would send reaches {largest:.4g}, above clip = {self.clip:g}")
+        return (numbers.double() * 2.0**self.bits).round().long().numpy().view(np.uint64)
+
+    def _decode(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).double() / 2.0**self.bits

@@ -1,0 +1,1 @@
+"""Files: mapped federations, snapshots of states."""

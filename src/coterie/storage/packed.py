@@ -1,0 +1,181 @@
+"""The rows of many clients, packed end to end, and what is checked when they are taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.storage.pages import Pages
+
+Array = np.ndarray | Tensor
+Name = Callable[[int], str]  # what client i is called in messages
+
+PIECE = 8 * 2**20  # bytes of rows that are handled together where all rows are handled
+
+
+class Packed(NamedTuple):
+    """The rows of all clients end to end; client i owns rows offsets[i] to offsets[i+1]."""
+
+    x: Tensor
+    y: Tensor
+    offsets: Tensor  # (m+1,)
+    pages: tuple[Pages, Pages] | None = None  # of x and y, where they are files mapped into memory
+
+    @property
+    def sizes(self) -> Tensor:
+        """Rows per client (m,)."""
+        return self.offsets.diff()
+
+    def client(self, i: int) -> tuple[Tensor, Tensor]:
+        """The rows of client i."""
+        rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        return self.x[rows], self.y[rows]
+
+    def clients(self, first: int, last: int) -> Packed:
+        """Clients `first` to `last`, the last not among them, as views."""
+        own = self.offsets[first : last + 1]
+        rows = slice(int(own[0]), int(own[-1]))
+        return Packed(self.x[rows], self.y[rows], own - own[0])
+
+    def pieces(self, size: int = PIECE) -> Iterator[tuple[int, Packed]]:
+        """All clients, about `size` bytes at a time: the number of the first, and their rows.
+
+        What is mapped from a file is given back before the next piece.
+
+        Example:
+            >>> rows = Packed(torch.zeros(6, 2), torch.zeros(6), torch.tensor([0, 2, 3, 6]))
+            >>> [(first, piece.sizes.tolist()) for first, piece in rows.pieces(size=40)]
+            [(0, [2, 1]), (2, [3])]
+        """
+        rows = size // max(1, self.x[:1].nbytes + self.y[:1].nbytes)
+        first, m = 0, len(self.offsets) - 1
+        while first < m:
+            start = int(self.offsets[first])
+            fit = int(torch.searchsorted(self.offsets, start + rows, right=True)) - 1
+            last = max(first + 1, fit)
+            yield first, self.clients(first, last)
+            self.forget(start, int(self.offsets[last]))
+            first = last
+
+    def forget(self, start: int, stop: int) -> None:
+        """Give the memory of rows `start` to `stop` back, if they are mapped from a file."""
+        for values, pages in zip((self.x, self.y), self.pages or (), strict=False):
+            each = values[:1].nbytes
+            pages.forget(start * each, stop * each)
+
+    @classmethod
+    def of(cls, clients: Sequence[tuple[Array, Array] | Packed]) -> Packed:
+        """Pack (x, y) pairs, or pieces of several clients each."""
+        parts = [c if isinstance(c, Packed) else cls.one(*c) for c in clients]
+        sizes = torch.cat([torch.zeros(1, dtype=torch.long), *(p.sizes for p in parts)])
+        return cls(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts]), sizes.cumsum(0))
+
+    @classmethod
+    def one(cls, x: Array, y: Array) -> Packed:
+        """A single client."""
+        return cls(torch.as_tensor(x), torch.as_tensor(y), torch.tensor([0, len(x)]))
+
+
+Client = tuple[Array, Array | None] | Packed  # one client's (x, y), with None if y is not known, or a piece of many
+
+
+def client_name(i: int, names: Sequence[str] | None) -> str:
+    """What client i is called in messages, where it may have a name."""
+    return f"client {i}" if names is None or i >= len(names) else f"client '{names[i]}'"
+
+
+def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | None = None) -> Iterator[Packed]:
+    """Clients as they come, each a pair (x, y) or a piece of many, refused if it does not go with the first.
+
+    Where y is None it is -1 for all rows: the targets are not known.
+
+    Args:
+        clients: Whose rows.
+        name: What they are called.
+        what: What the rows are called: "rows" or "test rows".
+        like: A row of x that theirs must go with; None takes the first client's.
+
+    Raises:
+        ValueError: Says which client is at fault.
+    """
+    i, targets = 0, None
+    for given in clients:
+        who = name(i)
+        x, y = _pair(given, who, what)
+        like, targets = x if like is None else like, y if targets is None else targets
+        if y.dtype != targets.dtype or y.shape[1:] != targets.shape[1:]:
+            raise ValueError(f"{who}: its targets are {_kind(y)}, those of {name(0)} {_kind(targets)}")
+        if len(x) != len(y):
+            raise ValueError(f"{who}: has {len(x)} {what} of x but {len(y)} of y")
+        if x.shape[1:] != like.shape[1:]:
+            shapes = tuple(x.shape[1:]), tuple(like.shape[1:])
+            raise ValueError(f"{who}: its {what} have shape {shapes[0]}, the rows of {name(0)} {shapes[1]}")
+        if x.dtype != like.dtype:
+            raise ValueError(f"{who}: its {what} are {x.dtype}, the rows of {name(0)} {like.dtype}")
+        piece = Packed(x, y, _offsets(given, who)) if isinstance(given, Packed) else Packed.one(x, y)
+        yield piece
+        i += len(piece.offsets) - 1
+
+
+def check_rows(rows: Packed, part: str, name: Name) -> None:
+    """Refuse clients that have nothing to learn from, and values that are not finite."""
+    if part == "train" and bool((none := rows.sizes < 1).any()):
+        raise ValueError(f"{name(int(none.nonzero()[0]))}: has no train rows, needs at least 1")
+    for what, values in (("x", rows.x), ("y", rows.y)):
+        if values.is_floating_point() and not bool(torch.isfinite(_distinct(values)).all()):
+            bad = ~torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else ~torch.isfinite(values)
+            first = int(bad.nonzero()[0])
+            i = int(torch.searchsorted(rows.offsets, first, right=True)) - 1
+            own = bad[int(rows.offsets[i]) : int(rows.offsets[i + 1])]
+            raise ValueError(
+                f"{name(i)}: {int(own.sum())} of its {len(own)} {part} rows have a value of {what} that is "
+                f"NaN or infinite (the first is row {first - int(rows.offsets[i])})"
+            )
+
+
+def _distinct(values: Tensor) -> Tensor:
+    """The rows; the first where all are that one, which takes no memory, and must not here."""
+    return values[:1] if values.stride(0) == 0 else values
+
+
+def _tensor(values: Array, name: str, what: str) -> Tensor:
+    try:
+        t = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: its {what} cannot be read as an array of numbers ({error})") from None
+    if t.dim() == 0:
+        raise ValueError(f"{name}: its {what} must be an array with one entry per row, got a single number")
+    return t.float() if t.dtype == torch.float64 else t
+
+
+def _pair(given: Client, who: str, what: str) -> tuple[Tensor, Tensor]:
+    """A client's rows and targets; where these are not known, -1 for each row."""
+    if not isinstance(given, Packed) and (not isinstance(given, tuple | list) or len(given) != 2):
+        raise ValueError(f"{who}: its {what} must be a pair (x, y), of which y may be None, got {_what(given)}")
+    x, y = _tensor(given[0], who, what), given[1]
+    return x, torch.full((len(x),), -1) if y is None else _labels(_tensor(y, who, what))
+
+
+def _what(given: object) -> str:
+    """What a user gave instead of a pair, in few words."""
+    size = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+    return f"a {type(given).__name__}{size}"
+
+
+def _labels(y: Tensor) -> Tensor:
+    return y if y.is_floating_point() else y.long()  # bytes and booleans are labels too
+
+
+def _kind(y: Tensor) -> str:
+    return f"{y.dtype} of shape {tuple(y.shape[1:])} per row"
+
+
+def _offsets(piece: Packed, who: str) -> Tensor:
+    at, n = piece.offsets, len(piece.x)
+    if len(at) < 2 or int(at[0]) != 0 or int(at[-1]) != n or bool((at.diff() < 0).any()):
+        raise ValueError(f"{who}: the offsets of the piece that begins with it must rise from 0 to {n}, its rows")
+    return at

@@ -1,0 +1,69 @@
+"""A round as public reference code does it: client after client, a copy of the module each, autograd, plain SGD."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from coterie.core.pytree import Params
+
+
+def loop_round(
+    module: nn.Module,
+    models: Params,
+    clients: Sequence[tuple[Tensor, ...]],
+    lr: float,
+    tau: int,
+    batches: Sequence[Tensor] | None = None,
+) -> Params:
+    """Choose, train and average, with no batching over clients; returns the new models (k, …).
+
+    Args:
+        module: The model.
+        models: The clusters' parameters (k, …).
+        clients: Every client's x and y.
+        lr: Step size.
+        tau: Local steps.
+        batches: The rows of each of them (τ, size), by client; None takes all rows each time.
+    """
+    k = len(next(iter(models.values())))
+    centres = [_load(module, {n: x[j] for n, x in models.items()}) for j in range(k)]
+    trained: list[list[nn.Module]] = [[] for _ in range(k)]
+    for i, (x, y) in enumerate(clients):
+        with torch.no_grad():
+            losses = [float(loss(c, x, y)) for c in centres] if k > 1 else [0.0]
+        j = losses.index(min(losses))
+        own = copy.deepcopy(centres[j])
+        for q in range(tau):
+            rows = slice(None) if batches is None else batches[i][q]
+            gradients = torch.autograd.grad(loss(own, x[rows], y[rows]), list(own.parameters()))
+            with torch.no_grad():
+                for p, g in zip(own.parameters(), gradients, strict=True):
+                    p -= lr * g
+        trained[j].append(own)
+    means = [_mean(members) if members else centres[j] for j, members in enumerate(trained)]
+    return {n: torch.stack([dict(m.named_parameters())[n].detach() for m in means]) for n in models}
+
+
+def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of some rows: squares where the targets are real numbers, else cross-entropy."""
+    out = module(x)
+    return (out[:, 0] - y).square().mean() if y.is_floating_point() else cross_entropy(out, y)
+
+
+def _load(module: nn.Module, params: Params) -> nn.Module:
+    own = copy.deepcopy(module)
+    own.load_state_dict(params)
+    return own.to(next(iter(params.values())).device)
+
+
+def _mean(members: list[nn.Module]) -> nn.Module:
+    mean = copy.deepcopy(members[0])
+    with torch.no_grad():
+        for name, p in mean.named_parameters():
+            p.copy_(torch.stack([m.get_parameter(name) for m in members]).mean(0))
+    return mean

@@ -1,0 +1,258 @@
+"""One round of federated training done every way there is, against the plain loop and against the arithmetic floor."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from coterie import IFCA, FedAvg
+from coterie.core.federation import Federation
+from coterie.core.key import Key
+from coterie.core.method import Method
+from coterie.core.precision import Precision
+from coterie.core.pytree import Params, flat, to_device
+from coterie.core.task import Task
+from coterie.engines import ENGINES, find_device, simulated
+from coterie.models import CNN, MLP, Linear
+from coterie_lab.bench.loop import loop_round, loss
+from coterie_lab.bench.peers import PEERS, Job, PeerFailed, Timing, installed, time_peer
+
+WARM, ROUNDS = 3, 7  # to warm up, then timed; the median counts
+LARGE = {"cpu": 4096, "cuda": 8192}  # side of the matrix product that sets the rate of the floor
+
+log = logging.getLogger("coterie")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A round to be done: who trains what, and how many operations it takes at the least."""
+
+    name: str
+    module: torch.nn.Module
+    federation: Federation
+    k: int
+    tau: int
+    lr: float
+    flops: float
+    batch: int | None = None
+
+    @property
+    def task(self) -> Task:
+        """A classifier where the labels are whole numbers, else a regressor."""
+        kind = Task.regressor if self.federation.train.y.is_floating_point() else Task.classifier
+        return kind(self.module)
+
+    @property
+    def algorithm(self) -> Method:
+        """IFCA from a random start, or FedAvg for a single model."""
+        plain = {"lr": self.lr, "tau": self.tau, "batch": self.batch}
+        return IFCA(self.k, init="random", **plain) if self.k > 1 else FedAvg(**plain)
+
+
+def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]]:
+    """Every workload done every way: a list of rows as `coterie bench speed --json` prints them.
+
+    Other libraries that are installed are timed on a CPU only.
+    """
+    where = find_device(device)
+    peers = installed() if where.type == "cpu" else []
+    rate = product_rate(where)
+    rows = []
+    for work in workloads(quick, where):
+        floor = work.flops / rate
+        ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
+        for name in (n for n in ENGINES if n != "sharded"):  # which in one process is the vectorised one
+            ways[name] = lambda w=work, n=name: _executor(w, n, where)
+        for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
+            ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
+        found = {name: _watched(work, name, way, where) for name, way in ways.items()}
+        found |= _peers(work, peers)
+        reference = flat(found["sequential"][1])
+        for name, (seconds, models, peak) in found.items():
+            gap = float((flat({n: models[n] for n in found["sequential"][1]}) - reference).abs().max())
+            rows.append({
+                "workload": work.name,
+                "way": name,
+                "seconds": seconds,
+                "loop_ratio": found["loop"][0] / seconds,
+                "floor_ratio": seconds / floor,
+                "peak_mib": peak,
+                "max_rel_diff": gap / float(reference.abs().max()),
+            })  # fmt: skip
+        rows.append({"workload": work.name, "way": "floor", "seconds": floor, "loop_ratio": found["loop"][0] / floor,
+                     "floor_ratio": 1.0, "peak_mib": None, "max_rel_diff": None})  # fmt: skip
+    return rows
+
+
+def workloads(quick: bool, device: torch.device) -> list[Workload]:
+    """The IFCA paper's MLP with four clusters and with one, a small linear model, and two convolutional networks.
+
+    On a GPU the first has as many clients as in the paper; the others have not, for there the loop takes minutes.
+    """
+    m, one = (16, 16) if quick else (480, 480) if device.type == "cpu" else (4800, 480)
+    images = grouped(m, 50, 784, 10, groups=4)
+    fewer = images if one == m else grouped(one, 50, 784, 10, groups=4)
+    points = linear(50 if quick else 500, 20, 20)
+    mlp = MLP(784, 200, 10)
+    small, leaf = CNN((1, 28, 28), 10, (8, 16), 5, 32), CNN((1, 28, 28), 10)
+    few = grouped(4 if quick else 48, 50, 784, 10, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
+    line = len(points) * (4.0 * 20 * 20 + 2.0 * 20 * 20)  # residuals, gradient, and all steps in one product
+    return [
+        Workload(f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 4)),
+        Workload(f"FedAvg, {one} × 50, 784-200-10, τ=10", mlp, fewer, 1, 10, 0.1, gram_flops(one, 1)),
+        Workload(f"FedAvg, {len(points)} × 20, linear, d=20, τ=10", Linear(20, 1), points, 1, 10, 0.02, line),
+        Workload(
+            f"FedAvg, {len(few)} × 50, small CNN, batch 10, τ=5", small, few, 1, 5, 0.1, sgd_flops(small, few, 5), 10
+        ),
+        Workload(
+            f"FedAvg, {len(few)} × 50, LEAF's CNN, batch 10, τ=5", leaf, few, 1, 5, 0.1, sgd_flops(leaf, few, 5), 10
+        ),
+    ]
+
+
+def gram_flops(m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes: int = 10, tau: int = 10) -> float:
+    """Operations of the cheapest exact form known: see `executors.fused`; the Gram matrices are made once per run."""
+    choose = 2.0 * m * n * d * h * k
+    steps = (tau - 1) * 2.0 * m * n * n * h
+    tail = tau * 6.0 * m * n * h * classes
+    total = 2.0 * m * n * h * d
+    return choose + steps + tail + total
+
+
+def sgd_flops(module: torch.nn.Module, federation: Federation, tau: int, batch: int = 10) -> float:
+    """Operations of τ steps on minibatches, as torch counts them for one."""
+    x, y = federation.train.client(0)
+    with FlopCounterMode(display=False) as counter:
+        loss(module, x[:batch], y[:batch]).backward()
+    module.zero_grad()
+    return float(counter.get_total_flops()) * tau * len(federation)
+
+
+def grouped(m: int, n: int, d: int, classes: int, groups: int) -> Federation:
+    """Well separated groups, so that no near-tie makes two exact ways choose differently."""
+    g = torch.Generator().manual_seed(0)
+    centres = torch.rand(groups, classes, d, generator=g)
+    clients = []
+    for i in range(m):
+        y = torch.randint(classes, (n,), generator=g)
+        clients.append((centres[i * groups // m][y] + 0.1 * torch.randn(n, d, generator=g), y))
+    return Federation.from_clients(clients)
+
+
+def linear(m: int, n: int, d: int) -> Federation:
+    """One linear regression, dealt to all."""
+    g = torch.Generator().manual_seed(0)
+    theta = torch.randn(d, generator=g)
+    rows = [torch.randn(n, d, generator=g) for _ in range(m)]
+    return Federation.from_clients([(x, x @ theta) for x in rows])
+
+
+def product_rate(device: torch.device) -> float:
+    """Operations per second of a large matrix product, the best of five."""
+    side = LARGE[device.type]
+    a = torch.randn(side, side, device=device)
+    return 2 * side**3 / min(_timed(lambda: a @ a, device) for _ in range(6))
+
+
+def _watched(
+    work: Workload, name: str, way: Callable[[], tuple[float, Params]], device: torch.device
+) -> tuple[float, Params, float | None]:
+    """Seconds per round, the models after it, and the peak of memory."""
+    _reset_peak(device)
+    seconds, models = way()
+    log.info("%s: %s %.4f s a round", work.name, name, seconds)
+    return seconds, models, peak_mib(device)
+
+
+def _executor(
+    work: Workload, name: str, device: torch.device, precision: Precision = "float32"
+) -> tuple[float, Params]:
+    """Seconds per round, and the models after the first."""
+    cohort = simulated(work.federation, work.task, Key.of(0), executor=name, device=device, precision=precision)
+    start = to_device(work.algorithm.start(work.task, cohort.at(0), Key.of(0)), device)
+    state, times = start, []
+    warm, rounds = (WARM, ROUNDS) if name != "sequential" else (int(device.type == "cpu"), 1)  # which takes long
+    for _ in range(warm + rounds):
+        begin = time.perf_counter()
+        state, _ = work.algorithm.round(start, cohort.at(0))
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[warm:]), work.algorithm.models(state)
+
+
+def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
+    start = _start(work, device)
+    clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
+    batches = None if work.batch is None else _batches(work, device)
+    found: list[Params] = []
+    seconds = [
+        _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
+        for _ in range(3 if device.type == "cpu" else 1)  # a GPU takes most of a minute for it
+    ]
+    return statistics.median(seconds[1:] or seconds), found[-1]
+
+
+def _batches(work: Workload, device: torch.device) -> list[Tensor]:
+    """The rows that the executors draw for every client's steps."""
+    cohort = simulated(work.federation, work.task, Key.of(0)).at(0)
+    draw = FedAvg(tau=work.tau, batch=work.batch).step(work.task).draw
+    sizes, key = cohort.sizes.tolist(), cohort.engine.client_key
+    return [draw(n, key(i), cohort.when)["batches"].to(device) for i, n in enumerate(sizes)]
+
+
+def _peers(work: Workload, names: list[str]) -> dict[str, Timing]:
+    """Those of the peers that can do the work and did; a warning says why another did not."""
+    job = Job(work.federation.train, _start(work, torch.device("cpu")), work.task.spec["model"], work.lr, work.tau)
+    found = {}
+    for name in names:
+        if work.batch or (work.k > 1 and not PEERS[name].clusters):  # their minibatches would be others
+            continue
+        try:
+            found[name] = time_peer(name, job)
+        except PeerFailed as failure:
+            log.warning("%s: %s failed: %s", work.name, name, failure)
+    return found
+
+
+def _start(work: Workload, device: torch.device) -> Params:
+    """The models that every way starts from."""
+    cohort = simulated(work.federation, work.task, Key.of(0), executor="sequential", device=device)
+    return to_device(work.algorithm.models(work.algorithm.start(work.task, cohort.at(0), Key.of(0))), device)
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Begin to watch the peak of memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif (file := Path("/proc/self/clear_refs")).exists():
+        file.write_text("5")  # Linux then forgets the highest resident size so far
+
+
+def peak_mib(device: torch.device) -> float | None:
+    """MiB at the peak: allocated on a GPU, resident in all on a CPU; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)

@@ -1,0 +1,110 @@
+"""Experiments of the papers: one TOML each, run by name, with the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from coterie.core.settings import nearest_name
+from coterie.storage.snapshot import write_text
+from coterie_lab.reproduce import (
+    assignment,
+    contraction,
+    geometry,
+    masks,
+    newcomers,
+    norms,
+    purity,
+    rates,
+    recovery,
+    separation,
+    splitting,
+    subspace,
+    success,
+    table,
+    trap,
+)
+from coterie_lab.reproduce.notebook import Notebook
+
+KINDS = {
+    "table": table,
+    "success": success,
+    "contraction": contraction,
+    "splitting": splitting,
+    "geometry": geometry,
+    "separation": separation,
+    "norms": norms,
+    "newcomers": newcomers,
+    "masks": masks,
+    "purity": purity,
+    "assignment": assignment,
+    "recovery": recovery,
+    "rates": rates,
+    "subspace": subspace,
+    "trap": trap,
+}
+
+
+def folder() -> Path:
+    """Where the experiments' TOML files are: in the checkout, or installed with the package."""
+    package = Path(__file__).resolve().parent.parent
+    checkout = package.parent.parent / "experiments"
+    return checkout if checkout.is_dir() else package / "_experiments"
+
+
+def experiments() -> dict[str, dict[str, Any]]:
+    """Every experiment by name."""
+    return {p.stem: tomllib.loads(p.read_text(encoding="utf-8")) for p in sorted(folder().glob("*.toml"))}
+
+
+def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device: str = "auto") -> dict[str, Any]:
+    """Run an experiment, and write NAME.json and NAME.png; one that was broken off goes on where it was.
+
+    Args:
+        name: The experiment.
+        quick: Take the small version of the TOML's [quick] table.
+        out: Folder for the result; `experiments/results` for a full run, `runs/quick` for a quick one.
+        device: "auto", "cpu" or "cuda".
+    """
+    known = experiments()
+    if name not in known:
+        raise ValueError(f"there is no experiment '{name}'{nearest_name(name, known)}")
+    spec = {**known[name], **(known[name].get("quick", {}) if quick else {})}
+    kind = KINDS[spec["kind"]]
+    where = out or (Path("runs/quick") if quick else folder() / "results")
+    notebook = Notebook(where / f"{name}.part.json", spec, _device(device))
+    content = kind.run(spec, device, notebook)
+    result = {
+        "name": name + (" (quick)" if quick else ""),
+        "title": spec["title"],
+        "commit": notebook.commits,
+        "device": notebook.devices,
+        "seconds": notebook.seconds,
+        **content,
+        "path": str(where / f"{name}.json"),
+    }
+    write_text(where / f"{name}.json", json.dumps({k: v for k, v in result.items() if k != "path"}, indent=1) + "\n")
+    notebook.close()
+    draw(name, where)
+    return result
+
+
+def draw(name: str, where: Path) -> None:
+    """Draw NAME.png from NAME.json; without matplotlib there is only the JSON."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    result = json.loads((where / f"{name}.json").read_text(encoding="utf-8"))
+    KINDS[experiments()[name]["kind"]].draw(result, where / f"{name}.png")
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from coterie.engines import find_device
+
+    device = find_device(name)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
