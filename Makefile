@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TOOLS := .venv/.tools
 NGINX := .venv/.nginx
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint docs bench clean
 
@@ -14,16 +16,16 @@ demo: $(READY)
 test: lint $(NGINX)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-docs: $(READY)
+docs: $(TOOLS)
 	$(BIN)/mkdocs build --strict
 
-bench: $(READY)
+bench: $(TOOLS)
 	$(BIN)/coterie bench speed
 	$(BIN)/coterie bench scale
 	$(BIN)/coterie bench flower
@@ -34,11 +36,16 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP) --editable .
+	touch $@
+
+# What tests, docs and benchmarks need besides the library.
+$(TOOLS): $(READY)
+	$(PIP) --editable ".[dev]"
 	touch $@
 
 # For the test of the proxy alone, which is skipped where there is no nginx: nothing here may fail.
-$(NGINX): $(READY)
+$(NGINX): $(TOOLS)
 	@export PATH="$$PATH:/usr/sbin:/usr/local/sbin"; has() { command -v $$1 >/dev/null; }; \
 	as_root="env DEBIAN_FRONTEND=noninteractive"; [ "$$(id -u)" = 0 ] || as_root="sudo -n $$as_root"; \
 	if ! has nginx && has apt-get && $$as_root true 2>/dev/null; then \

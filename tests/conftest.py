@@ -3,6 +3,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -12,21 +13,33 @@ from xdist.scheduler import LoadScopeScheduling
 import coterie as ct
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.flower.engine import Flower, Language
+from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol
 from coterie.flower.lab import LINK, Lab
 from coterie.flower.local import LocalGrid
+from coterie.flower.membership import FlowerMembership
 from coterie.flower.node import Node
-from coterie.flower.steps import describe_step, types_of
 
-REAL = ("test_flower_lab.py", "test_flower_proxy.py", "test_flower_real.py")  # tests of processes that wait and wait
+# Tests of real Flower processes, which wait and wait: each group has a federation of its own. The longest come first.
+REAL = {
+    "test_flower_kill.py": "flower that is killed",
+    "test_flower_real.py": "flower",
+    "test_flower_lab.py": "flower",
+    "test_flower_proxy.py": "flower behind a proxy",
+}
 
 
 class Together(LoadScopeScheduling):
-    """Tests one by one to whoever is free, but those of real Flower processes in one place, and first."""
+    """Tests one by one to whoever is free, but a group of real Flower processes in one place, and these first."""
 
     def _split_scope(self, nodeid):
-        return "flower" if any(name in nodeid for name in REAL) else nodeid
+        return next((group for name, group in REAL.items() if name in nodeid), nodeid)
+
+    def _assign_work_unit(self, node):
+        for group in reversed(dict.fromkeys(REAL.values())):
+            if group in self.workqueue:
+                self.workqueue.move_to_end(group, last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -75,7 +88,7 @@ def points():
 
 @pytest.fixture
 def on_flower(tmp_path):
-    """Makes a cohort of a federation's clients on three nodes of a Grid in this process."""
+    """Makes the membership of a federation's clients on three nodes of a Grid in this process."""
 
     def make(federation, task, key=None, *, spoil=None, run="test", **options):
         m = len(federation)
@@ -86,9 +99,8 @@ def on_flower(tmp_path):
         grid = LocalGrid(nodes)
         roster = enrol(grid, task, nodes=3, deadline=10)
         grid.spoil = spoil
-        language = Language(describe_step, types_of)
         key = Key.of(0).fold(1) if key is None else key
-        return Flower(grid, roster, task, key, language, run=run, **{"deadline": 10, **options})
+        return FlowerMembership(FlowerEngine(grid, roster, task, key, run=run, **{"deadline": 10, **options}))
 
     return make
 
@@ -105,10 +117,9 @@ def command_line():
     return run
 
 
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory, command_line):
-    """A SuperLink and three SuperNodes on loopback."""
-    folder = tmp_path_factory.mktemp("lab") / "federation"
+@contextmanager
+def federation_in(folder, command_line):
+    """A SuperLink and three SuperNodes on loopback, all of whose processes are gone at the end."""
     lab = Lab(folder)
     try:
         rows = json.loads(command_line("flower", "up", "-n", "3", "--dir", str(folder), "--json"))
@@ -121,3 +132,17 @@ def lab(tmp_path_factory, command_line):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, command_line):
+    """A federation that tests share: none may harm it."""
+    with federation_in(tmp_path_factory.mktemp("lab") / "federation", command_line) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab_to_kill(tmp_path, command_line):
+    """A federation for one test alone."""
+    with federation_in(tmp_path / "federation", command_line) as lab:
+        yield lab

@@ -21,9 +21,9 @@ def test_the_proximal_term_by_hand():
     one = ct.Federation.from_clients([(torch.ones(1, 1), torch.tensor([4.0]))])
     begin = last_state(ct.FedAvg(), LINE, one, 0, 0, "cpu")._replace(theta={"weight": torch.zeros(1, 1, 1)})
     from coterie.core.key import Key
-    from coterie.engines import EXECUTORS
+    from coterie.engines import simulated
 
-    cohort = EXECUTORS["sequential"](one, LINE, Key.of(0), torch.device("cpu"))
+    cohort = simulated(one, LINE, Key.of(0), executor="sequential")
     after, _ = ct.FedAvg(lr=0.25, tau=2, prox=1.0).round(begin, cohort.at(0))
     assert float(after.theta["weight"]) == pytest.approx(2 + 0.25 * (4 - 2))
 

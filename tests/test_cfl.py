@@ -9,12 +9,12 @@ import torch
 from scipy.spatial.distance import squareform
 
 import coterie as ct
-from coterie import disguise
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import flat
 from coterie.data.source import folder
-from coterie.engines import EXECUTORS
+from coterie.engines import simulated
+from coterie.parts import disguise
 from coterie.parts.bipartition import bipartition, contrast, cosines, separation_gap
 from coterie.parts.disguise import Disguise, Sketch, shapes_of
 from coterie.runs.metrics import ari
@@ -30,7 +30,7 @@ def permuted(seed=0, groups=2):
 
 
 def cohort_of(federation, task=digits_task, seed=0):
-    return EXECUTORS["vectorised"](federation, task, Key.of(seed).fold(1), torch.device("cpu"))
+    return simulated(federation, task, Key.of(seed).fold(1), executor="vectorised")
 
 
 def messages(caplog):

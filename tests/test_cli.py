@@ -8,6 +8,7 @@ import pytest
 
 import coterie as ct
 from coterie.cli.main import main
+from coterie.runs.metrics import ari
 
 CONFIG = """
 [algorithm]
@@ -123,7 +124,7 @@ def test_assign_labels_every_point(coterie, tmp_path, name, task):
     code, text, _ = coterie("assign", out, tmp_path / "new.npz", "--out", clusters, "--json")
     found = json.loads(text)
     assert code == 0 and [(r["client"], r["row"]) for r in found] == list(zip(client, range(300), strict=True))
-    assert ct.metrics.ari(np.array([r["cluster"] for r in found]), points.y.numpy()) == 1.0
+    assert ari(np.array([r["cluster"] for r in found]), points.y.numpy()) == 1.0
     lines = clusters.read_text().splitlines()
     assert lines[:2] == ["client,row,cluster", f"a,0,{found[0]['cluster']}"] and len(lines) == 301
     np.savetxt(tmp_path / "new.csv", points.x.numpy(), delimiter=",", header="p,q,r,s", comments="")
@@ -164,7 +165,7 @@ def test_list_names_everything(coterie):
         (("k = 4", "k = 17"), "IFCA: k must be at most the number of clients, 16, got 17"),
         (("k = 4", "kk = 4"), "[algorithm] has no key 'kk'; did you mean 'k'?"),
         (("k = 4", ""), "[algorithm] needs k"),
-        (('"ifca"', '"ifac"'), "[algorithm] knows no 'ifac'; did you mean 'ifca'?"),
+        (('"ifca"', '"ifac"'), "[algorithm] 'ifac' is not known; did you mean 'ifca'?"),
         (("clients = 16", "client = 16"), "[data] has no key 'client'; did you mean 'clients'?"),
         (("clients = 16", "clients = 15"), "clients must be a positive multiple of 4, got 15"),
         (("[run]", "[rum]"), "the configuration has no key 'rum'; did you mean 'run'?"),

@@ -10,7 +10,7 @@ import coterie as ct
 from coterie.core.adam import Moving
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.engines import EXECUTORS
+from coterie.engines import simulated
 from coterie.methods.clustergan import ClusterGAN, steepness
 from coterie.runs.config import build_task
 
@@ -77,7 +77,7 @@ def test_images_on_both_executors(channels):
     algorithm = ClusterGAN(k=2, steps=2, critic=2, batch=4, optimiser="sgd", lr=0.01)
     states = []
     for name in ("sequential", "vmap"):
-        cohort = EXECUTORS[name](federation, task, Key.of(0), torch.device("cpu"))
+        cohort = simulated(federation, task, Key.of(0), executor=name)
         states.append(algorithm.round(algorithm.start(task, cohort.at(0), Key.of(0)), cohort.at(0))[0])
     for name, one in states[0].theta.items():
         assert torch.allclose(one, states[1].theta[name], atol=1e-6), name

@@ -6,17 +6,15 @@ import torch
 from torch import nn
 
 import coterie as ct
-from coterie.core.cohort import slot_sum
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.local import minibatches
 from coterie.core.pytree import flat
 from coterie.core.step import ClientStep, Reply
+from coterie.core.sums import slot_sum
 from coterie.core.uplink import Uplink
-from coterie.engines import EXECUTORS, vectorised
-from coterie.engines.vmap import Peak, buckets
-
-CPU = torch.device("cpu")
+from coterie.engines import ENGINES, chunks, simulated
+from coterie.engines.chunks import Peak, buckets
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,15 @@ class Toy:
         return ClientStep(run, lambda n, key, when: torch.rand((), generator=key.fold(*when).generator()))
 
 
-@pytest.fixture(params=list(EXECUTORS))
-def cohort(request):
+def four_clients(executor, uplink=None):
     sizes, slots = (1, 4, 2, 3), (0, 1, 1, 0)
     clients = [(torch.ones(n, 1), torch.full((n,), j)) for n, j in zip(sizes, slots, strict=True)]
-    return EXECUTORS[request.param](Federation.from_clients(clients), None, Key.of(0), CPU)
+    return simulated(Federation.from_clients(clients), None, Key.of(0), executor=executor, uplink=uplink)
+
+
+@pytest.fixture(params=list(ENGINES))
+def cohort(request):
+    return four_clients(request.param)
 
 
 SHARED = {"scale": torch.tensor(2.0)}
@@ -85,9 +87,11 @@ def test_sample_is_a_fixed_share_and_changes_with_the_round(cohort):
     assert len(cohort.sample(0.0)) == 1
 
 
-def test_the_uplink_sees_every_reply_before_it_is_added(cohort):
+@pytest.mark.parametrize("executor", list(ENGINES))
+def test_the_uplink_sees_every_reply_before_it_is_added(executor):
     clip = Uplink((lambda reply: reply._replace(update={"s": reply.update["s"].clamp(max=3.0)}),))
-    cohort.uplink = clip
+    cohort = four_clients(executor, clip)
+    assert cohort.at(0).combine(Toy().step, SHARED, slots=2).update["s"].tolist() == [1 * 2 + 3 * 3, 4 * 3 + 2 * 3]
     assert cohort.at(0).gather(Toy().step, SHARED).update["s"].tolist() == [2, 3, 3, 3]
 
 
@@ -130,7 +134,7 @@ class Asking(nn.Module):
 
 
 def one_round(algorithm, task, federation, executor):
-    cohort = EXECUTORS[executor](federation, task, Key.of(0), CPU)
+    cohort = simulated(federation, task, Key.of(0), executor=executor)
     state, _ = algorithm.round(algorithm.start(task, cohort.at(0), Key.of(0)), cohort.at(0))
     return algorithm.models(state), cohort.ledger.messages
 
@@ -144,7 +148,7 @@ def test_a_model_that_vmap_cannot_batch_is_done_one_by_one_and_the_log_says_so(r
 
 def test_a_single_client_is_not_batched_and_says_nothing_about_several(task):
     """In a later round many may take part, and go together."""
-    cohort = EXECUTORS["vmap"](ct.data.digits(4), task, Key.of(0), CPU)
+    cohort = simulated(ct.data.digits(4), task, Key.of(0), executor="vmap")
     algorithm = ct.FedAvg(batch=4)
     state = algorithm.start(task, cohort.at(0), Key.of(0))
     for clients in ([0], [0, 1, 2, 3]):
@@ -157,8 +161,8 @@ def test_a_single_client_is_not_batched_and_says_nothing_about_several(task):
 @pytest.mark.parametrize(("batched", "single"), [(1.0, 2.0), (100.0, 1.0)])
 def test_clients_are_done_one_by_one_where_that_is_faster(ragged, task, monkeypatch, batched, single):
     times = itertools.cycle([1.0, batched, single])
-    monkeypatch.setattr(vectorised, "LONG", 0.0)
-    monkeypatch.setattr(vectorised.Vectorised, "_seconds", lambda *args: next(times))
+    monkeypatch.setattr(chunks, "LONG", 0.0)
+    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda *args: next(times))
     algorithm = ct.FedAvg(batch=4)
     (slow, _), (fast, messages) = (one_round(algorithm, task, ragged, e) for e in ("sequential", "vmap"))
     assert torch.allclose(flat(slow), flat(fast), atol=1e-6)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import coterie as ct
 from coterie.cli.main import app
 from coterie.data.regression import regression_truth
-from coterie.engines import EXECUTORS
+from coterie.engines import ENGINES
 from coterie.runs.metrics import matched_accuracy
 
 SIGMAS = (0.1, 0.5, 1.0, 2.0)
@@ -142,7 +142,7 @@ def small():
     return federation, ct.diagnose(federation, run)
 
 
-@pytest.mark.parametrize("executor", [name for name in EXECUTORS if name != "sequential"])
+@pytest.mark.parametrize("executor", [name for name in ENGINES if name != "sequential"])
 def test_executors_agree_and_nothing_is_charged(executor, small):
     federation, reference = small
     run = ct.fit(ct.FedX(k=2), linear(5), federation, rounds=3, executor=executor)

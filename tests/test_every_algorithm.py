@@ -1,7 +1,6 @@
 """The conformance suite: every algorithm of the package, found by walking it, on every executor."""
 
 import dataclasses
-import inspect
 import json
 
 import numpy as np
@@ -9,16 +8,19 @@ import pytest
 import torch
 
 import coterie as ct
+from coterie.core.cohort import Cohort
 from coterie.core.key import Key
+from coterie.core.membership import Membership
 from coterie.core.method import PointMethod
 from coterie.core.pytree import flat, leaves, tree_map
+from coterie.core.registry import known
 from coterie.core.settings import validate
-from coterie.core.step import ClientStep
+from coterie.core.step import client_steps
 from coterie.core.task import Data
-from coterie.engines import EXECUTORS
-from coterie.methods import ALGORITHMS
+from coterie.engines import ENGINES, simulated
 from coterie.runs.config import build_algorithm, describe
 
+METHODS = known("method")
 SETTINGS = {"k": 3, "tau": 3, "lr": 0.1}  # a k where one is needed, and little to do
 SHORT = ct.FarthestFirst(steps=4)
 OWN = {
@@ -79,8 +81,8 @@ FLOWN = ("plain", "shared", "patient", "revived", "split_half", "rotated", "soft
 
 
 def make(name, **settings):
-    fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
-    return ALGORITHMS[name](**{n: v for n, v in {**SETTINGS, **OWN.get(name, {}), **settings}.items() if n in fields})
+    fields = {f.name for f in dataclasses.fields(METHODS[name])}
+    return METHODS[name](**{n: v for n, v in {**SETTINGS, **OWN.get(name, {}), **settings}.items() if n in fields})
 
 
 @pytest.fixture
@@ -92,18 +94,18 @@ def problems(task, ragged, regression, points):
         ct.UIFCA: (ct.Task.density(ct.models.AffineFlow(6)), points),
         ct.ClusterGAN: (ct.Task.adversarial(ct.models.GAN((6,), k=3, dz=2, hidden=(8,))), points),
     }
-    return {cls: own.get(cls, (task, ragged)) for cls in ALGORITHMS.values()}
+    return {cls: own.get(cls, (task, ragged)) for cls in METHODS.values()}
 
 
 @pytest.fixture
 def problem(request, problems):
     """Those that suit the algorithm of the test."""
     given = request.node.callspec.params
-    return problems[ALGORITHMS[given["name"]] if "name" in given else type(given["algorithm"])]
+    return problems[METHODS[given["name"]] if "name" in given else type(given["algorithm"])]
 
 
 def cases():
-    for name, cls in ALGORITHMS.items():
+    for name, cls in METHODS.items():
         fields = {f.name for f in dataclasses.fields(cls)}
         for variant, settings in VARIANTS.items():
             if settings.keys() <= fields and allowed(algorithm := make(name, **settings)):
@@ -119,19 +121,21 @@ def allowed(algorithm):
 
 
 every_case = pytest.mark.parametrize("algorithm", list(cases()))
-every_algorithm = pytest.mark.parametrize("name", list(ALGORITHMS))
-every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+every_algorithm = pytest.mark.parametrize("name", list(METHODS))
+every_executor = pytest.mark.parametrize("executor", list(ENGINES))
 
 
 def cohort_of(federation, task, executor="sequential", seed=0):
-    return EXECUTORS[executor](federation, task, Key.of(seed).fold(1), torch.device("cpu"))
+    return simulated(federation, task, Key.of(seed).fold(1), executor=executor)
 
 
-def rounds_of(algorithm, cohort, rounds, seed=0):
-    state = algorithm.start(cohort.task, cohort.attempt(0).at(0), Key.of(seed))
+def rounds_of(algorithm, who, rounds, seed=0):
+    """The last state and report; `who` is a cohort, or a membership, whose sites keep count of the rounds."""
+    members = Membership(who) if isinstance(who, Cohort) else who
+    state, report = members.perform(lambda cohort: algorithm.start(cohort.task, cohort.at(0), Key.of(seed)), 0), None
     for t in range(rounds):
         if not algorithm.done(state):
-            state, report = algorithm.round(state, cohort.attempt(t + 1).at(t))
+            state, report = members.perform(lambda cohort: algorithm.round(state, cohort.at(t)), t + 1)  # noqa: B023
     return state, report
 
 
@@ -147,7 +151,7 @@ def assert_same(a, b, tolerance=0.0):
 @every_case
 def test_executors_agree(algorithm, problem):
     task, federation = problem
-    states = [rounds_of(algorithm, cohort_of(federation, task, name), 3)[0] for name in EXECUTORS]
+    states = [rounds_of(algorithm, cohort_of(federation, task, name), 3)[0] for name in ENGINES]
     for other in states[1:]:
         assert_same(states[0], other, 1e-5)
 
@@ -160,8 +164,8 @@ def test_a_real_federation_agrees(algorithm, problem, on_flower):
     (one, _), (two, _) = rounds_of(algorithm, here, 3), rounds_of(algorithm, there, 3)
     assert torch.equal(algorithm.labels(one), algorithm.labels(two))
     assert_same(one, two, 1e-5)
-    assert torch.equal(algorithm.place(one, here), algorithm.place(two, there))
-    assert not there.faults
+    assert torch.equal(algorithm.place(one, here), algorithm.place(two, there.everyone))
+    assert not there.nodes.faults
 
 
 @every_case
@@ -171,7 +175,7 @@ def test_same_key_same_result_and_a_round_leaves_its_input_alone(algorithm, prob
     again = cohort_of(federation, task, "vectorised")
     state, _ = rounds_of(algorithm, again, 1)
     copy = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
-    two = state if algorithm.done(state) else algorithm.round(state, again.attempt(2).at(1))[0]
+    two = state if algorithm.done(state) else algorithm.round(state, again.at(1))[0]
     assert_same(one, two)
     assert_same(state, copy)
 
@@ -211,8 +215,8 @@ def test_renumbering_clients_renumbers_labels(name, problem):
 @every_algorithm
 def test_one_cluster_is_fedavg(name, problem):
     task, federation = problem
-    fields = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
-    if "k" not in fields or issubclass(ALGORITHMS[name], PointMethod):
+    fields = {f.name for f in dataclasses.fields(METHODS[name])}
+    if "k" not in fields or issubclass(METHODS[name], PointMethod):
         return
     single = make(name, k=1, init="random")
     one = rounds_of(single, cohort_of(federation, task), 3)[0]
@@ -263,13 +267,8 @@ def test_assign_of_a_training_client_is_its_label(name, problem):
 @every_algorithm
 def test_every_step_traces_under_vmap(name, problems):
     """Over all variants, the vectorised executor has run every step that the algorithm defines."""
-    cls, known = ALGORITHMS[name], ALGORITHMS.values()
-    steps = {
-        method.__qualname__
-        for owner in cls.__mro__
-        for method in vars(owner).values()
-        if owner in known and inspect.isfunction(method) and method.__annotations__.get("return") == ClientStep.__name__
-    }
+    cls = METHODS[name]
+    steps = set(client_steps(cls))
     ran = set()
     for case in cases():
         algorithm = case.values[0]
@@ -278,7 +277,8 @@ def test_every_step_traces_under_vmap(name, problems):
             cohort = cohort_of(federation, task, "vmap")
             state, _ = rounds_of(algorithm, cohort, 4)
             algorithm.place(state, cohort)
-            ran |= {label.split(" on ")[0] for label in cohort.ledger.chunks}
-            if "PointMethod.commonest" in ran:  # it runs the points' own step
-                ran.add(algorithm.points.__qualname__)
+            labels = [label.split(" (")[0].partition(".") for label in cohort.ledger.chunks]
+            ran |= {step for owner, _, step in labels if owner == type(algorithm).__name__}
+            if "commonest" in ran:  # it runs the points' own step
+                ran.add("points")
     assert steps and steps <= ran

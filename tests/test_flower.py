@@ -13,11 +13,14 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 import coterie as ct
-from coterie.core.cohort import Absent
+from coterie.core.engine import Exchange, Ledger
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import leaves, tree_map
+from coterie.core.train import Models
+from coterie.core.uplink import Uplink
 from coterie.flower.client_app import respond
+from coterie.flower.engine import Absent
 from coterie.flower.enrolment import enrol, plain_task
 from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
@@ -59,18 +62,68 @@ def test_points_are_scored_without_the_rows_at_the_server(points, on_flower):
 
 
 def test_the_server_has_nobodys_rows(task, ragged, on_flower):
-    federation = on_flower(ragged, task).federation
+    federation = on_flower(ragged, task).everyone.federation
     assert federation.train.sizes.tolist() == ragged.train.sizes.tolist()
     assert federation.train.x.unique(dim=0).shape[0] == 1 and federation.train.x.stride(0) == 0
     assert federation.train.y.unique().tolist() == [9]
 
 
 def test_messages_carry_only_the_models_that_are_needed(task, ragged, on_flower):
-    cohort = on_flower(ragged, task)
+    cohort = on_flower(ragged, task).everyone
     theta = tree_map(lambda x: x.expand(12, *x.shape), task.init(Key.of(0)))
     one = sum(x.numel() * 4 for x in task.init(Key.of(0)).values())
     cohort.only([0, 1, 7]).gather(Scorer().score, theta, rows=torch.tensor([3, 3, 5]))
     assert cohort.ledger.bytes_down == 2 * one
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_node_that_is_sent_some_of_the_models_adds_up_by_their_clusters(restarts, task, ragged, on_flower):
+    """Nodes of three clients each, which are in two of four groups or in three: what they are sent is their own."""
+    algorithm = ct.IFCA(k=4, tau=2, restarts=restarts, patience=1, recheck=9, init=ct.RandomGroups(rounds=2, steps=2))
+    here = ct.fit(algorithm, task, ragged, rounds=5, evaluations=1)
+    there = fit_on(lambda key: on_flower(ragged, task, key), algorithm, rounds=5, evaluations=1)
+    assert_same_run(here, there)
+    assert [row["members"] for row in there.history] == [row["members"] for row in here.history]
+    assert there.history[-1]["bytes_down"] < there.history[0]["bytes_down"]  # at the end, one model for each client
+
+
+def test_nodes_change_replies_as_the_uplink_says(task, ragged, on_flower):
+    """The result is the simulator's, and another one than without."""
+    algorithm, uplink = ct.IFCA(k=3, tau=2), [ct.Quantise(bits=3)]
+    plain, here = (ct.fit(algorithm, task, ragged, rounds=2, evaluations=1, uplink=u) for u in ((), uplink))
+    there = fit_on(
+        lambda key: on_flower(ragged, task, key, uplink=Uplink(tuple(uplink))), algorithm, rounds=2, evaluations=1
+    )
+    assert_same_run(here, there)
+    assert any(not torch.allclose(plain.models[0][n], x, atol=1e-4) for n, x in there.models[0].items())
+
+
+def test_a_configuration_may_ask_for_an_uplink(ragged, tmp_path):
+    nodes = {i: Node(f"site-{i}", ragged.select(range(6 * i, 6 * i + 6)), tmp_path / "nodes") for i in range(2)}
+    tables = {
+        "algorithm": {"name": "fedavg", "tau": 2},
+        "task": {"kind": "classifier", "model": {"name": "mlp", "sizes": [64, 16, 10]}},
+        "run": {"rounds": 2, "uplink": [{"name": "quantise", "bits": 3}]},
+    }
+    here = ct.fit(ct.FedAvg(tau=2), build_task(tables["task"]), ragged, rounds=2, uplink=[ct.Quantise(bits=3)])
+    there = serve(LocalGrid(nodes), Settings(nodes=2, out=str(tmp_path / "run")), tables)
+    assert_same_run(here, there)
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["run"]["uplink"] == tables["run"]["uplink"]
+    for uplink, said in (
+        ([{"name": "quantize"}], "did you mean 'quantise'"),
+        ([{"name": "quantise", "bits": 0}], "bits"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            serve(LocalGrid(nodes), Settings(nodes=2), {**tables, "run": {"rounds": 2, "uplink": uplink}})
+
+
+def test_a_function_as_an_uplink_is_refused(task, ragged, on_flower):
+    def clipped(reply):
+        return reply
+
+    said = r"uplink: 'clipped' cannot be sent to clients; on Flower a transform must be a dataclass that is registered"
+    with pytest.raises(ValueError, match=said):
+        on_flower(ragged, task, uplink=Uplink((ct.Quantise(), clipped)))
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -100,17 +153,17 @@ def silent(answer):
 @pytest.mark.parametrize("what", [failed, silent])
 def test_a_round_is_done_without_a_node_that_fails(what, task, ragged, on_flower):
     algorithm = ct.FedAvg(tau=2)
-    cohorts = []
+    made = []
 
-    def clients(key):
-        cohorts.append(on_flower(ragged, task, key, spoil=Failing(8, [2], what), deadline=0.1))
-        return cohorts[0]
+    def members(key):
+        made.append(on_flower(ragged, task, key, spoil=Failing(8, [2], what), deadline=0.1))
+        return made[0]
 
-    run = fit_on(clients, algorithm, rounds=3, evaluations=1)
+    run = fit_on(members, algorithm, rounds=3, evaluations=1)
     assert [row["participants"] for row in run.history] == [12, 9, 12]
-    assert cohorts[0].faults == {"site-1": 1}
+    assert made[0].nodes.faults == {"site-1": 1}
     key = Key.of(0)
-    cohort = on_flower(ragged, task, key.fold(1))
+    cohort = on_flower(ragged, task, key.fold(1)).everyone
     state = algorithm.start(task, cohort.at(0), key.fold(0))
     for t in range(3):
         some = cohort.without(torch.tensor([3, 4, 5])) if t == 1 else cohort
@@ -120,8 +173,9 @@ def test_a_round_is_done_without_a_node_that_fails(what, task, ragged, on_flower
 
 
 def test_a_node_that_is_away_is_not_waited_for(task, ragged, on_flower):
-    cohort = on_flower(ragged, task, deadline=1000)
-    del cohort.grid.nodes[9]
+    members = on_flower(ragged, task, deadline=1000)
+    del members.nodes.grid.nodes[9]
+    cohort = members.everyone
     with pytest.raises(Absent) as gone:
         cohort.gather(ct.IFCA(k=1).choose, tree_map(lambda x: x[None], task.init(Key.of(0))))
     assert gone.value.clients.tolist() == [0, 1, 2]
@@ -197,12 +251,12 @@ def test_memory_stays_in_its_folder(tmp_path):
 
 def test_a_node_without_a_folder_says_that_it_needs_one(points, on_flower):
     task = ct.Task.density(ct.models.AffineFlow(6))
-    cohort = on_flower(points, task)
-    for node in cohort.grid.nodes.values():
+    members = on_flower(points, task)
+    for node in members.nodes.grid.nodes.values():
         node.memory = Memory(None, node.site)
     with pytest.raises(TooFew):
-        ct.UIFCA(k=2, init="random").start(task, cohort.attempt(0).at(0), Key.of(0))
-    assert "give the node a 'memory' folder" in cohort.ledger.messages[-1]
+        members.perform(lambda cohort: ct.UIFCA(k=2, init="random").start(task, cohort.at(0), Key.of(0)), unit=0)
+    assert "give the node a 'memory' folder" in members.everyone.ledger.messages[-1]
 
 
 # --- hostile answers ----------------------------------------------------------------------------------------------
@@ -291,13 +345,11 @@ OF_SLOTS = {
 
 def sums_of(cohort, task):
     theta = tree_map(lambda x: torch.stack([x, x + 0.1, x - 0.1])[None], task.init(Key.of(0)))
-    shared = {"theta": theta, "common": {}, "lr": torch.tensor(0.1)}
-    return cohort.combine(ct.IFCA(k=3, tau=2).step, shared, slots=3)
+    return cohort.combine(ct.IFCA(k=3, tau=2).step, Models(theta, torch.tensor(0.1)), slots=3)
 
 
 def replies_of(cohort, task):
-    shared = {"theta": task.init(Key.of(0)), "lr": torch.tensor(0.1)}
-    return cohort.gather(ct.FedAvg(tau=2).step, shared)
+    return cohort.gather(ct.FedAvg(tau=2).step, Models(task.init(Key.of(0)), torch.tensor(0.1)))
 
 
 @pytest.mark.parametrize("seat", [7, 9])
@@ -307,13 +359,14 @@ def replies_of(cohort, task):
     + [pytest.param(replies_of, w, id=f"gather-{n}") for n, w in {**HOSTILE, **OF_SLOTS}.items()],
 )
 def test_a_hostile_answer_enters_no_sum(ask, what, seat, task, ragged, on_flower):
-    cohort = on_flower(ragged, task, spoil=Failing(seat, [1], what), deadline=0.1)
+    members = on_flower(ragged, task, spoil=Failing(seat, [1], what), deadline=0.1)
+    cohort = members.everyone
     own = torch.arange(6, 12) if seat == 7 else torch.arange(3)
     with pytest.raises(Absent) as gone:
         ask(cohort, task)
     assert torch.equal(gone.value.clients, own)
-    assert cohort.faults == {"site-2" if seat == 7 else "site-0": 1} and len(cohort.ledger.messages) == 1
-    honest = on_flower(ragged, task).without(own)
+    assert members.nodes.faults == {"site-2" if seat == 7 else "site-0": 1} and len(cohort.ledger.messages) == 1
+    honest = on_flower(ragged, task).everyone.without(own)
     for a, b in zip(leaves(ask(cohort.without(own), task)), leaves(ask(honest, task)), strict=True):
         assert torch.equal(a, b)
 
@@ -356,9 +409,11 @@ def test_a_module_of_ones_own_is_refused():
 
 
 def test_a_node_does_only_what_it_knows(task, ragged, on_flower):
-    cohort = on_flower(ragged, task)
-    node, shared = cohort.grid.nodes[9], {"theta": task.init(Key.of(0)), "lr": torch.tensor(0.1)}
-    content = cohort.request(ct.FedAvg().step, shared, 1, torch.arange(3), None)
+    engine = on_flower(ragged, task).nodes
+    node, message = engine.grid.nodes[9], Models(task.init(Key.of(0)), torch.tensor(0.1))
+    clients = torch.arange(3)
+    asking = Exchange(ct.FedAvg().step, message, 1, None, clients, "train", (0,), False, Ledger())
+    content = engine.request(asking, clients)
     for change, said in (
         ({"owner": "os"}, "not known here"),
         ({"step": "round"}, "no client step"),
@@ -366,6 +421,9 @@ def test_a_node_does_only_what_it_knows(task, ragged, on_flower):
         ({"clients": [-1]}, "others were asked for"),
         ({"task": '{"kind": "os"}'}, "kind must be"),
         ({"attempt": "/etc"}, "hexadecimal"),
+        ({"uplink": '[{"name": "os"}]'}, "not known here"),
+        ({"uplink": '[{"name": "method.fedavg"}]'}, "made of transforms"),
+        ({"uplink": '[{"name": "uplink.quantise", "bits": 99}]'}, "bits must be"),
     ):
         bad = RecordDict(dict(content))
         bad["step"] = ConfigRecord({**content["step"], **change})

@@ -5,26 +5,28 @@ import json
 import numpy as np
 import pytest
 import torch
-from coterie.secure.cohort import Secure
 from flwr.app import ConfigRecord, Message, RecordDict
 
 import coterie as ct
+from coterie.core.cohort import Cohort
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import leaves
-from coterie.engines import EXECUTORS
+from coterie.core.registry import known
+from coterie.engines import simulated as simulate
 from coterie.flower.desk import AGAIN
-from coterie.flower.engine import Flower, Language
+from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol
 from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
+from coterie.flower.membership import FlowerMembership
 from coterie.flower.node import Node
 from coterie.flower.roster import Roster, Site
+from coterie.flower.secure_engine import SecureFlower
 from coterie.flower.server_app import Settings, serve
-from coterie.flower.steps import describe_step, types_of
-from coterie.methods import ALGORITHMS
 from coterie.runs.fit import fit_on
 from coterie.runs.folder import read_events
+from coterie.secure.engine import Secure
 
 TASK = {"kind": "classifier", "model": {"name": "mlp", "sizes": [64, 16, 10]}}
 
@@ -49,16 +51,16 @@ class Sites:
     def fit(self, algorithm, task, rounds, at=None, *, sites=2, out=None, **options):
         """A run; `at` has what happens after some rounds, by their number."""
 
-        def clients(key):
-            language = Language(describe_step, types_of)
+        def members(key):
             roster = enrol(self.grid, task, nodes=sites, deadline=1)
-            return Flower(self.grid, roster, task, key, language, run="a", deadline=0.1)
+            return FlowerMembership(FlowerEngine(self.grid, roster, task, key, run="a", deadline=0.1))
 
         def happens(row):
             for action in (at or {}).get(row["round"], ()):
                 action()
 
-        run = fit_on(clients, algorithm, rounds=rounds, evaluations=1, callbacks=[happens], out=out, **options)
+        options = {"secured": SecureFlower, "callbacks": [happens], **options}
+        run = fit_on(members, algorithm, rounds=rounds, evaluations=1, out=out, **options)
         self.log = [e["message"] for e in read_events(out) if e["event"] == "log"] if out else []
         return run
 
@@ -81,8 +83,11 @@ def of_points(points, tmp_path):
     return sites
 
 
+METHODS = known("method")
+
+
 def cohort_of(federation, task):
-    return EXECUTORS["vectorised"](federation, task, Key.of(0).fold(1), torch.device("cpu"))
+    return simulate(federation, task, Key.of(0).fold(1))
 
 
 def simulated(algorithm, task, federation, parts, joins=None):
@@ -255,7 +260,7 @@ def test_clients_that_join_uifca_remember_from_then_on(closed, points, of_points
     assert of_points.log[0] == "flower: site 'site-2' joined with 4 clients"
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_algorithm_lets_clients_join_or_says_that_it_does_not(name, task, ragged, regression, points):
     own = {
         "mixed_regression": (
@@ -272,7 +277,7 @@ def test_every_algorithm_lets_clients_join_or_says_that_it_does_not(name, task, 
         "ifca": (ct.IFCA(k=3, tau=1, restarts=2), task, ragged),
         "fedx": (ct.FedX(k=3, tau=1, lr=0.05), task, ragged),
     }
-    algorithm, task, federation = own[name] if name in own else (ALGORITHMS[name](tau=1), task, ragged)
+    algorithm, task, federation = own[name] if name in own else (METHODS[name](tau=1), task, ragged)
     m, few = len(federation), len(federation) - 3
     if name == "local_only":
         with pytest.raises(ValueError, match="LocalOnly takes no clients once it has begun"):
@@ -291,7 +296,7 @@ def test_every_algorithm_lets_clients_join_or_says_that_it_does_not(name, task, 
 @pytest.mark.parametrize("algorithm", [ct.IFCA(k=2, tau=1, init="random"), ct.FedX(k=2, tau=1, lr=0.1, init="random")])
 def test_clients_that_join_a_secure_sum_do_not_tell_their_cluster(algorithm, task, ragged):
     settings = ct.SecureSum(clip=100)
-    few, all_ = (Secure(cohort_of(f, task), settings) for f in (ragged.select(range(9)), ragged))
+    few, all_ = (Cohort(Secure(cohort_of(f, task).engine, settings)) for f in (ragged.select(range(9)), ragged))
     state, _ = algorithm.round(algorithm.start(task, few.at(0), Key.of(0)), few.at(0))
     state = algorithm.join(state, all_.only(range(9, 12)).at(1))
     state, report = algorithm.round(state, all_.at(1))

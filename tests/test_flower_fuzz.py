@@ -18,8 +18,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import coterie as ct
-from coterie.core.cohort import Absent
+from coterie.core.engine import Ledger
 from coterie.core.key import Key
+from coterie.flower.engine import Absent
 from coterie.flower.enrolment import enrol
 from coterie.flower.grid import TooFew
 from coterie.flower.local import LocalGrid
@@ -483,15 +484,14 @@ ROUNDS = 17
 
 
 def go(algorithm, task, federation, on_flower, kinds, seed):
-    cohorts = []
+    made = []
 
-    def clients(key):
-        cohort = on_flower(federation, task, key, deadline=0.05)
-        cohort.grid = Tampered(cohort.grid, kinds, seed)
-        cohorts.append(cohort)
-        return cohort
+    def members(key):
+        made.append(on_flower(federation, task, key, deadline=0.05))
+        made[0].nodes.grid = Tampered(made[0].nodes.grid, kinds, seed)
+        return made[0]
 
-    return fit_on(clients, algorithm, rounds=ROUNDS, evaluations=ROUNDS), cohorts[0]
+    return fit_on(members, algorithm, rounds=ROUNDS, evaluations=ROUNDS), made[0].nodes
 
 
 def refused(draw, answer):
@@ -504,39 +504,55 @@ def test_no_hostile_answer_stops_a_run_or_is_in_its_result(algorithm, task, ragg
     honest, _ = go(algorithm, task, ragged, on_flower, {"refused": refused}, 0)
     used = []
     for seed in range(2):
-        run, cohort = go(algorithm, task, ragged, on_flower, KINDS, seed)
+        run, engine = go(algorithm, task, ragged, on_flower, KINDS, seed)
         # CFL asks clients that it has not heard yet by themselves: what is in such an answer may not matter.
-        assert set(cohort.faults) == {"site-1"} and cohort.faults.total() >= 0.9 * len(cohort.grid.used)
+        assert set(engine.faults) == {"site-1"} and engine.faults.total() >= 0.9 * len(engine.grid.used)
         for mine, theirs in zip(run.models, honest.models, strict=True):
             assert all(torch.equal(mine[n], theirs[n]) for n in theirs)
         assert np.array_equal(run.labels, honest.labels)
         assert np.array_equal(run.scores.per_client, honest.scores.per_client, equal_nan=True)
         assert [row["loss"] for row in run.history] == [row["loss"] for row in honest.history]
-        used += cohort.grid.used
+        used += engine.grid.used
     assert len(used) >= 60 and len(set(used)) >= 25  # for each algorithm
 
 
 def test_a_node_that_is_asked_alone_stops_a_run_only_where_all_are_needed(task, ragged, on_flower):
     for needed, said in ((1, Absent), (2, Absent), (3, TooFew)):
-        cohort = on_flower(ragged, task, min_replies=needed)
-        cohort.grid = Tampered(cohort.grid, {"refused": refused}, 0)
+        members = on_flower(ragged, task, min_replies=needed)
+        members.nodes.grid = Tampered(members.nodes.grid, {"refused": refused}, 0)
         with pytest.raises(said):
-            cohort.only([3, 4, 5]).gather(Scorer().score, task.init(Key.of(0)))
+            members.everyone.only([3, 4, 5]).gather(Scorer().score, task.init(Key.of(0)))
+    engine = on_flower(ragged, task, min_replies=2).nodes
+    engine.present = 2  # of the three sites one has failed before
     with pytest.raises(TooFew, match="1 of 2 nodes have answered, 2 are needed"):
-        on_flower(ragged, task, min_replies=2).without(torch.arange(3))._settle({1: "no"}, {1: torch.arange(3)})
+        engine.settle({1: "no"}, torch.arange(3, 6), Ledger())
+
+
+def test_sites_that_have_failed_in_a_piece_of_work_count_as_absent_until_its_end(task, ragged, on_flower):
+    """First one site is away and the work begins again; then another fails, and one of two is too few."""
+    members = on_flower(ragged, task, min_replies=2)
+    del members.nodes.grid.nodes[9]
+    members.nodes.grid = Tampered(members.nodes.grid, {"refused": refused}, 0)
+    with pytest.raises(TooFew, match="1 of 2 nodes have answered, 2 are needed"):
+        members.perform(lambda some: some.gather(Scorer().score, task.init(Key.of(0))), unit=1)
+    assert members.nodes.faults == {"site-0": 1, "site-1": 1} and members.nodes.present == 3
 
 
 def test_what_an_algorithm_cannot_use_is_the_fault_of_a_node_that_was_asked_alone(task, ragged, on_flower):
-    cohort = on_flower(ragged, task)
+    members, asked = on_flower(ragged, task), []
 
     def look(some):
-        return some.only([0, 1]).gather(Scorer().score, task.init(Key.of(0))).note["vector"]
+        asked.append(some.clients.tolist())
+        if len(asked) == 1:
+            return some.only([0, 1]).gather(Scorer().score, task.init(Key.of(0))).note["vector"]
+        return None
 
-    with pytest.raises(Absent) as gone:
-        cohort.do(look)
-    assert gone.value.clients.tolist() == [0, 1, 2] and "KeyError: 'vector'" in cohort.ledger.messages[-1]
+    members.perform(look)
+    assert asked == [list(range(12)), list(range(3, 12))]  # again, without the site that was asked alone
+    assert "KeyError: 'vector'" in members.everyone.ledger.messages[-1] and members.nodes.faults == {"site-0": 1}
     with pytest.raises(KeyError):  # all were asked, and agree: it is the algorithm's own fault
-        cohort.do(lambda everybody: everybody.gather(Scorer().score, task.init(Key.of(0))).note["vector"])
+        members.perform(lambda everybody: everybody.gather(Scorer().score, task.init(Key.of(0))).note["vector"])
+    assert members.nodes.faults == {"site-0": 1}
 
 
 # --- enrolment ----------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import torch
 
 import coterie as ct
 from coterie.core.key import Key
-from coterie.engines.vmap import Vectorised
+from coterie.engines import simulated
 from coterie.flower.local import LocalGrid
 from coterie.flower.memory import FORGOTTEN, Memory, Moment
 from coterie.flower.node import Node
-from coterie.flower.secure_engine import secured
+from coterie.flower.secure_engine import SecureFlower
 from coterie.flower.server_app import Settings, serve
 from coterie.runs.fit import fit_on
 
@@ -27,7 +27,7 @@ ROUNDS = 5
 def left_out(points, task, away):
     """The simulator's models of a run in which some clients miss some rounds."""
     key = Key.of(0)
-    cohort = Vectorised(points, task, key.fold(1), torch.device("cpu"))
+    cohort = simulated(points, task, key.fold(1), executor="vmap")
     state = ALGORITHM.start(task, cohort.at(0), key.fold(0))
     for t in range(ROUNDS):
         state, _ = ALGORITHM.round(state, cohort.without(torch.tensor(away.get(t, ()))).at(t))
@@ -145,10 +145,11 @@ def test_a_run_with_which_nobody_goes_on_is_forgotten(tmp_path):
 
 def test_of_a_secure_sum_those_count_whose_sheets_arrived(points, on_flower):
     task = ct.Task.density(FLOW)
-    cohort = on_flower(points, task, spoil=lambda node, answer: None if lost(node, answer) else answer, deadline=0.1)
-    secure = secured(cohort, ct.SecureSum(min_members=2)).attempt(0).at(0)
-    ALGORITHM.start(task, secure, Key.of(0))
-    assert sorted(cohort.ledger.memory) == [0, 2] and {unit for unit, _ in cohort.ledger.memory.values()} == {0}
+    plain = on_flower(points, task, spoil=lambda node, answer: None if lost(node, answer) else answer, deadline=0.1)
+    secure = plain.wrapped(lambda engine: SecureFlower(engine, ct.SecureSum(min_members=2)))
+    secure.perform(lambda cohort: ALGORITHM.start(task, cohort.at(0), Key.of(0)), unit=0)
+    counted = secure.everyone.ledger.memory
+    assert sorted(counted) == [0, 2] and {unit for unit, _ in counted.values()} == {0}
 
 
 def lost(node, answer):

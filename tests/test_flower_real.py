@@ -1,10 +1,7 @@
-"""Whole runs on a real SuperLink and three real SuperNodes, against the simulator; also if they are killed."""
+"""Whole runs on a real SuperLink and three real SuperNodes, against the simulator."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import tomllib
 
 import pytest
@@ -14,21 +11,17 @@ from typer.testing import CliRunner
 
 import coterie as ct
 from coterie.cli.main import app as cli
-from coterie.core.key import Key
-from coterie.engines.vectorised import Fused
-from coterie.flower.lab import LINK
 from coterie.flower.submit import submit, watch
 from coterie.runs.config import build_algorithm, build_task
-from coterie.runs.folder import read_history, read_result
-from coterie.runs.loop import CLIENTS, START
+from coterie.runs.folder import read_events, read_history, read_result
 
 pytestmark = pytest.mark.flower
 
 DIGITS = '[task]\nkind = "classifier"\nmodel = { name = "mlp", sizes = [64, 16, 10] }\n'
 CONFIGS = {
     "fedavg": f'{DIGITS}[algorithm]\nname = "fedavg"\ntau = 5\n[run]\nrounds = 1\n',
-    "ifca": f'{DIGITS}[algorithm]\nname = "ifca"\nk = 4\ntau = 20\nlr = 0.5\ninit = "random"\n[run]\nrounds = 2\n',
-    "cfl": f'{DIGITS}[algorithm]\nname = "cfl"\ntau = 20\nlr = 0.3\nschedule = [1]\nholdout = 0.0\n[run]\nrounds = 2\n',
+    "ifca": f'{DIGITS}[algorithm]\nname = "ifca"\nk = 4\ntau = 20\nlr = 0.5\ninit = "random"\n[run]\nrounds = 2\nevaluations = 1\n',
+    "cfl": f'{DIGITS}[algorithm]\nname = "cfl"\ntau = 20\nlr = 0.3\nschedule = [1]\nholdout = 0.0\n[run]\nrounds = 2\nevaluations = 1\n',
     "mixed_regression": """
         [task]
         kind = "regressor"
@@ -52,18 +45,35 @@ CONFIGS = {
         init = "random"
         [run]
         rounds = 2
+        evaluations = 1
     """,
 }
+# Several algorithms can share a run: those whose nodes have the same data.
+TOGETHER = {"digits": ("ifca", "cfl"), "regression": ("mixed_regression",), "points": ("kfed", "uifca")}
+SEVERAL = """
+from dataclasses import replace
+from pathlib import Path
+from coterie.flower.server_app import Settings, read_tables, serve
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    settings = Settings.of(context.run_config)
+    for name in read_tables(settings.config)["several"]:
+        serve(grid, replace(settings, out=str(Path(settings.out) / name)), read_tables(f"{name}.toml"))
+"""
 DATA = '''
 import coterie as ct
 
 def whole(name):
     """The clients of all nodes."""
-    if name == "mixed_regression":
+    if name == "regression":
         return ct.data.mixed_regression(
             k=2, d=3, seed=1, anchors=6, anchor_rows=60, pairs=14, rest=22, rest_rows=(2, 3, 6, 11)
         )
-    if name in ("kfed", "uifca"):
+    if name == "points":
         return ct.data.gaussian_clusters(k=3, p=0.5, seed=2, clients=6, points=100, d=4, separation=6.0)
     return ct.data.rotated_digits(clients=12, seed=0)
 
@@ -86,28 +96,33 @@ def app(tmp_path_factory, command_line):
     return folder
 
 
-def simulated(app, name):
-    """What the simulator is asked to do: the same, with the clients of all nodes."""
-    tables = tomllib.loads((app / f"{name}.toml").read_text())
+@pytest.fixture(scope="module")
+def several(app, tmp_path_factory):
+    """The same app with a ServerApp of its own, which does one algorithm after the other."""
+    folder = shutil.copytree(app, tmp_path_factory.mktemp("several") / "mine")
+    (folder / "several.py").write_text(SEVERAL)
+    project = (folder / "pyproject.toml").read_text()
+    assert project.count("coterie.flower.server_app:app") == 1
+    (folder / "pyproject.toml").write_text(project.replace("coterie.flower.server_app:app", "several:app"))
+    for data, names in TOGETHER.items():
+        (folder / f"{data}.toml").write_text(f"several = {json.dumps(names)}\n")
+    return folder
+
+
+def assert_as_simulated(name, data, out):
+    """The simulator is asked to do the same, with the clients of all nodes."""
+    tables = tomllib.loads(CONFIGS[name])
     algorithm = build_algorithm(tables["algorithm"])
     task = build_task(tables["task"]) if "task" in tables else algorithm.default_task()
     space = {}
     exec(DATA, space)
-    return algorithm, task, space["whole"](name), tables["run"]
-
-
-def assert_same(out, labels, models):
-    assert read_result(out)["labels"] == labels
+    run = ct.fit(algorithm, task, space["whole"](data), **tables["run"])
+    models = algorithm.models(run.state)
+    assert read_result(out)["labels"] == run.labels.tolist()
     found = load_file(out / "final" / "models.safetensors")
     assert found.keys() == models.keys()
-    for name, x in models.items():
-        assert torch.allclose(found[name], x, rtol=1e-5, atol=1e-5), name
-
-
-def assert_as_simulated(app, name, out):
-    algorithm, task, federation, asked = simulated(app, name)
-    run = ct.fit(algorithm, task, federation, **asked)
-    assert_same(out, run.labels.tolist(), algorithm.models(run.state))
+    for n, x in models.items():
+        assert torch.allclose(found[n], x, rtol=1e-5, atol=1e-5), n
     assert [r["participants"] for r in read_history(out)] == [r["participants"] for r in run.history]
 
 
@@ -115,79 +130,30 @@ def test_the_command_line_trains_and_tells(lab, app, tmp_path, command_line):
     out, at = tmp_path / "fedavg", ("--dir", str(lab.folder))
     told = command_line("flower", "run", str(app / "fedavg.toml"), "--out", str(out), *at)
     assert told.startswith("fedavg on flower\n12 clients, 1 rounds")
-    assert_as_simulated(app, "fedavg", out)
+    assert_as_simulated("fedavg", "digits", out)
     rows = json.loads(command_line("flower", "status", "--json", *at))
     assert [r["process"] for r in rows if r["online"]] == ["site0", "site1", "site2"]
     refused = CliRunner().invoke(cli, ["flower", "run", str(app / "fedavg.toml"), "--out", str(out), *at])
     assert "already holds a run; resume it with --resume" in str(refused.exception)
 
 
-@pytest.mark.parametrize("names", [("ifca", "cfl"), ("mixed_regression", "kfed"), ("uifca",)])
-def test_an_algorithm_does_on_nodes_what_it_does_in_the_simulator(names, lab, app, tmp_path):
-    runs = {name: submit(lab, app / f"{name}.toml", tmp_path / name, resume=False) for name in names}  # side by side
-    for name, number in runs.items():
-        events = []
-        watch(lab, number, tmp_path / name, events.append)
-        assert_as_simulated(app, name, tmp_path / name)
-        assert not [e for e in events if e["event"] == "log" and "left out" in e["message"]], events
+@pytest.fixture(scope="module")
+def runs(lab, several, tmp_path_factory):
+    """All algorithms' run folders: three runs side by side, and in each one algorithm after the other."""
+    out = tmp_path_factory.mktemp("runs")
+    numbers = {data: submit(lab, several / f"{data}.toml", out / data, resume=False) for data in TOGETHER}
+    for data, number in numbers.items():
+        watch(lab, number, out / data, lambda event: None)
+    return out
 
 
-def server_of(lab):
-    """The process of the ServerApp: a child of the process that the SuperLink starts for it."""
-    parent = lab.processes()[LINK]["pid"]
-    for _ in range(2):
-        asked = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True)
-        parent = int(asked.stdout.split()[0])
-    return parent
+@pytest.mark.parametrize(("data", "name"), [(data, name) for data, names in TOGETHER.items() for name in names])
+def test_an_algorithm_does_on_nodes_what_it_does_in_the_simulator(data, name, runs):
+    out = runs / data / name
+    assert_as_simulated(name, data, out)
+    events = read_events(out)
+    assert not [e for e in events if e["event"] == "log" and "left out" in e["message"]], events
 
 
-class Killed(Exception):
-    """Nobody waits until the SuperLink has noticed."""
-
-
-def test_a_run_outlives_a_node_its_server_and_its_superlink(lab, app, tmp_path):
-    app = shutil.copytree(app, tmp_path / "app")
-    out, config = tmp_path / "killed", app / "killed.toml"
-    config.write_text(CONFIGS["ifca"].replace("rounds = 2", "rounds = 6"))
-    project = app / "pyproject.toml"
-    patient = (
-        project.read_text().replace("deadline = 120.0", "deadline = 60.0").replace("min-replies = 2", "min-replies = 1")
-    )
-    project.write_text(patient)
-    heard = []
-
-    def kill_a_node_then_the_server(event):
-        heard.append(event)
-        if event["event"] == "round" and event["round"] == 1:
-            os.kill(lab.processes()["site2"]["pid"], signal.SIGKILL)
-        elif event["event"] == "round":
-            os.kill(server_of(lab), signal.SIGKILL)
-
-    def kill_the_superlink(event):
-        if event["event"] == "round":
-            os.kill(lab.processes()[LINK]["pid"], signal.SIGKILL)
-            raise Killed
-
-    # Until the SuperLink has noticed, nodes may wait for the rest of a message that nobody will send.
-    with pytest.raises(ValueError, match="go on with --resume"):
-        watch(lab, submit(lab, config, out, resume=False), out, kill_a_node_then_the_server)
-    assert any("site 'site2' is left out" in e.get("message", "") for e in heard)
-    with pytest.raises(Killed):
-        watch(lab, submit(lab, config, out, resume=True), out, kill_the_superlink)
-    lab.wait()
-    watch(lab, submit(lab, config, out, resume=True), out, lambda event: None)
-
-    algorithm, task, federation, _ = simulated(app, "killed")
-    cohort = Fused(federation, task, Key.of(0).fold(CLIENTS), torch.device("cpu"))
-    state = algorithm.start(task, cohort.at(0), Key.of(0).fold(START))
-    history = read_history(out)
-    assert history[1]["left_out"] == ["site2"] and read_result(out)["left_out"]["site2"] >= 1
-    assert [row["round"] for row in history] == [1, 2, 3, 4, 5, 6]
-    assert history[1]["participants"] == 8 and any(row["participants"] == 12 for row in history[2:])
-    for t, row in enumerate(history):  # a node may also hang on a message of which the kill has left a part
-        away = [int(site.removeprefix("site")) for site in row.get("left_out", [])]
-        assert row["participants"] == 12 - 4 * len(away)
-        state, _ = algorithm.round(
-            state, cohort.without(torch.tensor([4 * s + i for s in away for i in range(4)])).at(t)
-        )
-    assert_same(out, algorithm.labels(state).tolist(), algorithm.models(state))
+def test_every_algorithm_is_tried():
+    assert {"fedavg", *(name for names in TOGETHER.values() for name in names)} == set(CONFIGS)

@@ -7,16 +7,26 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from coterie.flower.names import STEPS
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 import coterie as ct
 from coterie.core.pytree import Outer
+from coterie.core.registry import known, owners
+from coterie.core.step import client_step, client_steps
+from coterie.flower.client_app import make_app
+from coterie.flower.engine import TYPE
 from coterie.flower.records import get_tree, put_tree
-from coterie.flower.steps import OWNERS, describe_step, rebuild_step, steps_of
-from coterie.methods import ALGORITHMS
+from coterie.flower.steps import describe_step, rebuild_step
 from coterie.parts.starts import FarthestFirst
 from coterie.runs.evaluate import PointScorer, Scorer
+
+
+class Stranger:
+    """A class that is not registered."""
+
+    @client_step
+    def step(self, task):
+        return None
 
 
 class Pair(NamedTuple):
@@ -100,6 +110,16 @@ def test_what_is_no_tree_is_refused(arrays, tree):
         get_tree(content, "t", {"Pair": Pair})
 
 
+REQUIRED = {  # the settings that have no default
+    "method.clustergan": {"k": 2},
+    "method.fedx": {"k": 2},
+    "method.ifca": {"k": 2},
+    "method.kfed": {"k": 2},
+    "method.mixed_regression": {"k": 2},
+    "method.uifca": {"k": 2},
+    "service.point_scorer": {"algorithm": {"name": "method.kfed", "k": 2}, "groups": 2},
+}
+
 STEPS_SENT = [
     ct.IFCA(k=3, shared=("a", "b"), batch=4).step,
     ct.IFCA(k=2, init=FarthestFirst(clients=5)).choose,
@@ -127,9 +147,21 @@ def test_models_that_the_user_brought_stay_at_the_server():
 
 
 def test_every_class_that_has_steps_is_known():
-    assert set(ALGORITHMS.values()) <= set(OWNERS.values())
-    assert all(steps_of(cls) for cls in ALGORITHMS.values())
-    assert tuple(sorted({step for owner in OWNERS.values() for step in steps_of(owner)})) == STEPS
+    assert set(known("method").values()) <= set(owners().values())
+    assert all(client_steps(cls) for cls in known("method").values())
+    for name, owner in owners().items():
+        for step in client_steps(owner):  # found by its name, whatever the settings
+            told = {"owner": name, "settings": json.dumps(REQUIRED.get(name, {})), "step": step}
+            assert rebuild_step(told).__func__ is getattr(owner, step), (name, step)
+
+
+def test_the_client_app_has_no_list_of_steps():
+    """Whichever step it is, its message has one of two types; see `coterie.flower.engine.TYPE`."""
+    seen = []
+    app = make_app(lambda kind, content, context: seen.append(kind) or content)
+    for kind in ("query.enrol", *TYPE.values()):
+        app(Message(RecordDict(), dst_node_id=1, message_type=kind), Context(1, 1, {}, RecordDict(), {}))
+    assert seen == ["query.enrol", "train.step", "query.step"]
 
 
 def test_the_client_app_loads_no_torch():
@@ -145,21 +177,28 @@ def test_what_clients_could_not_rebuild_is_refused():
         describe_step(look)
     with pytest.raises(ValueError, match="FedAvg: lr cannot be sent to clients: it is of type Tensor"):
         describe_step(ct.FedAvg(lr=torch.tensor(0.1)).step)
+    with pytest.raises(ValueError, match=r"'step' of Stranger .* registered with @coterie.register"):
+        describe_step(Stranger().step)
+    with pytest.raises(ValueError, match=r"'round' of FedAvg .* must be marked with @client_step"):
+        describe_step(ct.FedAvg().round)
 
 
 @pytest.mark.parametrize(
     ("plain", "said"),
     [
         ({"owner": "os", "step": "system"}, "'os' is not known here"),
-        ({"owner": "fedavg", "step": "__init__"}, "has no client step"),
-        ({"owner": "fedavg", "step": "round"}, "has no client step"),
-        ({"owner": "ifca", "step": "step"}, "missing 1 required"),
-        ({"owner": "ifca", "settings": '{"k": "3"}', "step": "step"}, "k must be a whole number"),
-        ({"owner": "ifca", "settings": '{"k": 0}', "step": "step"}, "k must be at least 1"),
-        ({"owner": "ifca", "settings": '{"size": 0}', "step": "step"}, "no setting 'size'"),
-        ({"owner": "ifca", "settings": '{"k": 1, "init": {"name": "x"}}', "step": "step"}, "'x' is not known here"),
-        ({"owner": "ifca", "settings": "[]", "step": "step"}, "not known here"),
-        ({"owner": "ifca", "settings": "{", "step": "step"}, "Expecting"),
+        ({"owner": "method.fedavg", "step": "__init__"}, "has no client step"),
+        ({"owner": "method.fedavg", "step": "round"}, "has no client step"),
+        ({"owner": "method.ifca", "step": "step"}, "missing 1 required"),
+        ({"owner": "method.ifca", "settings": '{"k": "3"}', "step": "step"}, "k must be a whole number"),
+        ({"owner": "method.ifca", "settings": '{"k": 0}', "step": "step"}, "k must be at least 1"),
+        ({"owner": "method.ifca", "settings": '{"size": 0}', "step": "step"}, "no setting 'size'"),
+        (
+            {"owner": "method.ifca", "settings": '{"k": 1, "init": {"name": "x"}}', "step": "step"},
+            "'x' is not known here",
+        ),
+        ({"owner": "method.ifca", "settings": "[]", "step": "step"}, "not known here"),
+        ({"owner": "method.ifca", "settings": "{", "step": "step"}, "Expecting"),
     ],
 )
 def test_a_node_builds_only_what_it_knows(plain, said):

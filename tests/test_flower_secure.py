@@ -10,29 +10,31 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from coterie.secure.cohort import Code
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from rich.console import Console
 
 import coterie as ct
 from coterie.cli import show
+from coterie.core.cohort import Cohort
+from coterie.core.engine import OwnChoice
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import flat, take, tree_map
-from coterie.core.step import Reply
-from coterie.flower.engine import Flower, Language
+from coterie.core.train import Models
+from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol
 from coterie.flower.local import LocalGrid
+from coterie.flower.membership import FlowerMembership
 from coterie.flower.memory import Memory
 from coterie.flower.node import Node
 from coterie.flower.records import put_tree
 from coterie.flower.secure import get_payload, put_payload
-from coterie.flower.secure_engine import SecureFlower, secured
+from coterie.flower.secure_engine import SecureFlower
 from coterie.flower.server_app import Settings, serve
-from coterie.flower.steps import describe_step, types_of
 from coterie.runs.evaluate import Scorer, SummedScores, evaluate
 from coterie.runs.fit import fit_on
+from coterie.secure.engine import Code
 from coterie.secure.protocol import EXCHANGES, TooFewLeft
 
 K = 3
@@ -74,16 +76,26 @@ def grid(ragged, tmp_path):
     return Recording(nodes_of(ragged, tmp_path / "nodes"))
 
 
-def cohort_on(grid, task, key=None, **options):
+def members_on(grid, task, key=None, **options):
     spoil, grid.spoil = grid.spoil, None
     roster = enrol(grid, task, nodes=len(grid.nodes), deadline=10, groups=False)
     grid.spoil = spoil
-    language = Language(describe_step, types_of)
-    return Flower(grid, roster, task, key or Key.of(0).fold(1), language, **{"run": "test", "deadline": 10, **options})
+    key = key or Key.of(0).fold(1)
+    return FlowerMembership(FlowerEngine(grid, roster, task, key, **{"run": "test", "deadline": 10, **options}))
+
+
+def cohort_on(grid, task, key=None, **options):
+    return members_on(grid, task, key, **options).everyone
 
 
 def secure_on(grid, task, settings=None, **options):
-    return secured(cohort_on(grid, task, **options), settings or ct.SecureSum(min_members=2)).at(0)
+    settings = settings or ct.SecureSum(min_members=2)
+    return members_on(grid, task, **options).wrapped(lambda engine: SecureFlower(engine, settings)).everyone.at(0)
+
+
+def in_the_open(cohort):
+    """The same clients without the secure sum, and with a ledger of their own."""
+    return Cohort(cohort.engine.inner)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +107,7 @@ def starts(task, ragged):
 @pytest.fixture(scope="module")
 def shared(starts):
     theta = {n: torch.stack([model[n] for model in starts])[None] for n in starts[0]}
-    return {"theta": theta, "common": {}, "lr": torch.tensor(0.1)}
+    return Models(theta, torch.tensor(0.1))
 
 
 class Gone:
@@ -127,7 +139,7 @@ def test_sums_and_counts_are_those_in_the_open(grid, task, shared):
     assert torch.equal(plain.weight, sums.weight) and sums.members.tolist() == [4, 4, 4]
     assert set(sums.note["label"].flatten().tolist()) == {-1} and len(sums.note["label"]) == 12
     assert torch.allclose(sums.note["loss"], plain.note["loss"].mean(0).expand(12, 1), atol=1e-6)
-    assert cohort.ledger.messages == [] and cohort.executor == "flower"
+    assert cohort.ledger.messages == [] and cohort.engine.name == "flower"
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -146,7 +158,7 @@ def test_a_third_of_the_nodes_may_be_gone(exchange, grid, task, shared):
     assert torch.equal(plain.weight, sums.weight) and torch.equal(count, sums.members)
     assert torch.allclose(sums.note["loss"], plain.note["loss"].mean(0).expand(12, 1), atol=1e-6)
     assert len(grid.down) == 5 * 6 - 2 * (4 - EXCHANGES.index(exchange))  # who has failed is not asked again
-    assert cohort._inner.faults == {"site-1": 1, "site-4": 1}
+    assert cohort.engine.inner.faults == {"site-1": 1, "site-4": 1}
     assert late or "4 of 12 clients were gone" in cohort.ledger.messages[-1]
 
 
@@ -202,11 +214,13 @@ def form_of(message):
 def secrets_of(grid, cohort, shared):
     """What no message may hold: every client's update, and the sum of each node's, however they may be written."""
     out = set()
-    inner = cohort._inner
-    for s, at in inner.by_site().items():
+    inner = cohort.engine.inner
+    asking = cohort._exchange(STEP, shared, K, None)
+    for s, at in inner.by_site(cohort.clients).items():
         node = grid.nodes[inner.roster.nodes[s]]
-        reply = Reply(**node._step("query", inner.request(STEP, shared, K, at, None)))
-        code = Code.of(2.0**20, 12, reply, K, "step")
+        reply, secrecy = node._secret_step(inner.request(asking, at))
+        assert secrecy["loss"] == "mean" and secrecy["label"] == "hidden"
+        code = Code.of(2.0**20, 12, reply, K, "step", secrecy)
         sheets = [code.sheet(take(reply, i), "") for i in range(2)]
         numbers = flat(reply.update, 2)[:, 0]
         for x in [*numbers, numbers.sum(0)]:
@@ -215,7 +229,7 @@ def secrets_of(grid, cohort, shared):
                 out |= {raw[at : at + 8] for at in range(0, len(raw), 8)}
         for body in [sheets[0].body, sheets[1].body, sheets[0].body + sheets[1].body]:
             out |= {int(n).to_bytes(8, order) for n in body.ravel() if n for order in ("little", "big")}
-    sent = b"".join(x.numpy().tobytes() for x in shared["theta"].values())  # training may leave a number as it was
+    sent = b"".join(x.numpy().tobytes() for x in shared.theta.values())  # training may leave a number as it was
     return {s for s in out if len(set(s)) > 4} - {sent[at : at + 8] for at in range(0, len(sent), 4)}
 
 
@@ -238,7 +252,7 @@ def test_no_message_holds_an_update_or_a_cluster(grid, task, shared):
     # The search finds what it looks for where it is.
     grid.down.clear()
     grid.up.clear()
-    cohort._inner.combine(STEP, shared, slots=K)
+    in_the_open(cohort).at(0).combine(STEP, shared, slots=K)
     assert holds_any(grid.everything(), wanted)
 
 
@@ -267,7 +281,7 @@ def test_scoring_tells_no_cluster(grid, task, shared, starts):
     state = algorithm.start(task, cohort, Key.of(0))
     grid.up.clear()
     scores = evaluate(algorithm, state, cohort)
-    plain = evaluate(algorithm, state, cohort._inner)
+    plain = evaluate(algorithm, state, in_the_open(cohort))
     assert isinstance(scores, SummedScores) and scores.per_cluster == pytest.approx(plain.per_cluster, abs=1e-6)
     assert scores.mean == pytest.approx(plain.mean) and set(scores.labels) == {-1}
     assert np.isnan(scores.per_client).all() and scores.clustering == {} and scores.count.tolist() == [4, 4, 4]
@@ -374,7 +388,7 @@ def test_what_does_not_fit_is_told_without_its_size(grid, task, shared, caplog):
 
 
 def test_notes_of_clients_are_not_told(grid):
-    with pytest.raises(TooFewLeft, match=r"CFL.step tells the server every client's 'weight'"):
+    with pytest.raises(TooFewLeft, match=r"CFL.step tells the server every client's "):
         serve(grid, Settings(nodes=6), {**TABLES, "algorithm": {"name": "cfl", "sketch": 50}})
 
 
@@ -447,9 +461,9 @@ def test_a_node_that_sends_nonsense_is_left_out(exchange, what, ragged, task, sh
     cohort = secure_on(grid, task)
     sums = cohort.combine(STEP, shared, slots=K)
     late = exchange in ("counts", "sums")
-    assert int(sums.members.sum()) == (12 if late else 8) and cohort._inner.faults == {"site-0": 1}
+    assert int(sums.members.sum()) == (12 if late else 8) and cohort.engine.inner.faults == {"site-0": 1}
     grid.spoil = None
-    plain = cohort._inner.only(range(0 if late else 4, 12)).combine(STEP, shared, slots=K)
+    plain = in_the_open(cohort).only(range(0 if late else 4, 12)).at(0).combine(STEP, shared, slots=K)
     assert_close(plain.update, sums.update)
 
 
@@ -479,7 +493,7 @@ def test_a_key_that_nobody_can_use_is_its_senders_fault(half, grid, task, shared
     grid.spoil = Once("keys", payload(lambda p: {i: key[:half] + bytes(32) + key[half + 32 :] for i, key in p.items()}))
     cohort = secure_on(grid, task)
     assert int(cohort.combine(STEP, shared, slots=K).members.sum()) == 10
-    assert cohort._inner.faults == {"site-0": 1}
+    assert cohort.engine.inner.faults == {"site-0": 1}
 
 
 def test_a_share_that_cannot_be_opened_is_done_without(grid, task, shared):
@@ -489,7 +503,7 @@ def test_a_share_that_cannot_be_opened_is_done_without(grid, task, shared):
     cohort = secure_on(grid, task)
     sums = cohort.combine(STEP, shared, slots=K)
     assert_close(plain.update, sums.update)
-    assert sums.members.tolist() == [4, 4, 4] and cohort._inner.faults == {}
+    assert sums.members.tolist() == [4, 4, 4] and cohort.engine.inner.faults == {}
 
 
 @pytest.mark.parametrize(
@@ -529,7 +543,14 @@ def test_one_node_can_stop_a_sum_and_the_run_goes_on_later(exchange, what, said,
 def test_a_run_is_that_in_the_open(cls, settings, grid, task, starts):
     algorithm = cls(tau=3, **settings, **({"init": starts} if "k" in settings else {}))
     plain, secure = (
-        fit_on(lambda key: cohort_on(grid, task, key), algorithm, rounds=3, evaluations=1, secure=secure)
+        fit_on(
+            lambda key: members_on(grid, task, key),
+            algorithm,
+            rounds=3,
+            evaluations=1,
+            secure=secure,
+            secured=SecureFlower,
+        )
         for secure in (None, ct.SecureSum(min_members=2))
     )
     for a, b in zip(plain.models, secure.models, strict=True):
@@ -557,8 +578,8 @@ def test_points_too(algorithm, task, points, tmp_path):
     grid = LocalGrid(nodes_of(points, tmp_path, nodes=4))
 
     def fit(name, secure):
-        clients = partial(cohort_on, grid, task, run=name)
-        return fit_on(clients, algorithm, rounds=3, evaluations=1, secure=secure)
+        clients = partial(members_on, grid, task, run=name)
+        return fit_on(clients, algorithm, rounds=3, evaluations=1, secure=secure, secured=SecureFlower)
 
     plain, secure = fit("open", None), fit("secure", ct.SecureSum())
     for a, b in zip(plain.models, secure.models, strict=True):
@@ -630,8 +651,8 @@ def test_a_run_goes_on_where_a_third_is_gone_after_the_keys_are_exchanged(grid, 
         return None if node in gone and answers[node] == 5 + 3 else answer
 
     grid.spoil = spoil
-    clients = partial(cohort_on, grid, task, deadline=0.1)
-    run = fit_on(clients, algorithm, rounds=3, evaluations=1, secure=ct.SecureSum())
+    clients = partial(members_on, grid, task, deadline=0.1)
+    run = fit_on(clients, algorithm, rounds=3, evaluations=1, secure=ct.SecureSum(), secured=SecureFlower)
     assert [row["members"] for row in run.history] == [[12]] * 3
     grid.spoil = None
     cohort = cohort_on(grid, task, key.fold(1))
@@ -661,14 +682,15 @@ def test_the_settings_are_checked(grid, task):
     for secure, said in ((True, r"\[run\] secure must be a table"), ({"members": 4}, r"has no key 'members'")):
         with pytest.raises(ValueError, match=said):
             serve(grid, Settings(nodes=6), {**TABLES, "run": {"rounds": 1, "secure": secure}})
-    assert isinstance(secured(cohort_on(grid, task), ct.SecureSum()), SecureFlower)
+    assert isinstance(secure_on(grid, task, ct.SecureSum()).engine, SecureFlower)
 
 
 def test_every_client_may_choose_its_own_row_on_any_executor(grid, task, starts, ragged):
-    """What a node does by itself is what `combine_own` says."""
-    sent = {"theta": tree_map(lambda *xs: torch.stack(xs), *starts), "label": torch.arange(K)}
+    """What a node does by itself is what `OwnChoice` says."""
+    sent = Models(tree_map(lambda *xs: torch.stack(xs), *starts), label=torch.arange(K))
     here, there = cohort_on(grid, task), secure_on(grid, task)
     step, choose = Scorer().tally, ct.IFCA(k=K).choose
-    one, two = (c.on("test").combine_own(step, sent, choose, "train", slots=K) for c in (here, there))
+    own = OwnChoice(choose, "train")
+    one, two = (c.on("test").combine(step, sent, slots=K, rows=own) for c in (here, there))
     assert_close(one.update, two.update)
     assert torch.equal(one.weight, two.weight)

@@ -6,14 +6,14 @@ import zuko
 from torch import nn
 
 import coterie as ct
-from coterie import uifca
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import flat, stack, take
 from coterie.core.task import Data
-from coterie.engines import EXECUTORS
+from coterie.engines import simulated
 from coterie.flower.roster import Roster, Site
 from coterie.models.flow import dequantised
+from coterie.parts.candidates import PULLS
 
 
 def images(n, seed=0, side=8):
@@ -153,9 +153,7 @@ def test_pixels_out_of_range_are_refused(task):
 
 
 def started(federation, algorithm, d):
-    cohort = EXECUTORS["vectorised"](
-        federation, ct.Task.density(ct.models.AffineFlow(d)), Key.of(0), torch.device("cpu")
-    )
+    cohort = simulated(federation, ct.Task.density(ct.models.AffineFlow(d)), Key.of(0), executor="vectorised")
     return algorithm.start(cohort.task, cohort.at(0), Key.of(0)), cohort.at(0)
 
 
@@ -176,6 +174,4 @@ def test_held_out_points_choose_how_strongly(make, strong):
     algorithm = ct.UIFCA(k=2, init=ct.Disturbed(0.1), restarts=1, closed=False, tau=30, steps=10, lr=0.02)
     size = {"separation": 1.0} if strong else {"subspace": 8}
     state, cohort = started(make(k=2, points=200, d=16, **size), algorithm, 16)
-    assert (
-        float(algorithm.chosen(state._replace(shrinks=torch.tensor([True])), cohort)[1]) == max(uifca.PULLS)
-    ) is strong
+    assert (float(algorithm.chosen(state._replace(shrinks=torch.tensor([True])), cohort)[1]) == max(PULLS)) is strong

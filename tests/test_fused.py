@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from coterie.core.PLAN import Plan
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
@@ -12,12 +11,11 @@ import coterie as ct
 from coterie.core.first_layer import FirstLinear, Head
 from coterie.core.key import Key
 from coterie.core.pytree import flat, leaves, tree_map
-from coterie.engines import EXECUTORS
+from coterie.core.train import Descend, Train
+from coterie.engines import simulated
 from coterie.engines.descent import Work, descend
 from coterie.engines.graphs import Recording, Replayed
 from coterie.engines.kernels import descend_on_chip, fits
-
-CPU = torch.device("cpu")
 
 
 def deep(d, classes):
@@ -50,7 +48,7 @@ class Tied(nn.Module):
 
 
 def after(executor, algorithm, task, federation, rounds):
-    cohort = EXECUTORS[executor](federation, task, Key.of(0), CPU)
+    cohort = simulated(federation, task, Key.of(0), executor=executor)
     state = algorithm.start(task, cohort.at(0), Key.of(0))
     for t in range(rounds):
         state, report = algorithm.round(state, cohort.at(t))
@@ -86,7 +84,7 @@ def test_squared_loss(rows, features, bias):
 @pytest.mark.parametrize("module", [ct.models.MLP(64, 16, 10), ct.models.Linear(64, 10), deep(64, 10)])
 def test_models_with_a_linear_first_layer_are_recognised(module):
     x = torch.randn(2, 1, 8, 8)
-    split = ct.Task.classifier(module).split(x)
+    split = ct.Task.classifier(module).first_layer(x)
     layer = module.get_submodule(split.weight.rpartition(".")[0])
     rest = {n: p for n, p in module.named_parameters() if n not in (split.weight, split.bias)}
     y = torch.tensor([3, 4])
@@ -117,13 +115,18 @@ ODD = nn.Sequential(nn.Flatten(), Absolute(64, 10))
 @pytest.mark.parametrize("module", [Skip(), Tied(), Tokens(), ODD, ct.models.CNN((1, 8, 8), 10, (2, 2), 3, 4)])
 def test_other_models_are_left_to_vmap_and_the_log_says_so(module):
     task = ct.Task.classifier(module)
-    assert task.split(torch.randn(2, 1, 8, 8)) is None
+    assert task.first_layer(torch.randn(2, 1, 8, 8)) is None
     *_, ledger = after("vectorised", ct.FedAvg(tau=1), task, ct.data.digits(2), 1)
     assert any("not fused: the model's first layer is not a linear map" in m for m in ledger.messages)
 
 
 class Pretend(Replayed):
     """Replays on a CPU, into the same memory each time, as a CUDA graph does."""
+
+    waits = True  # whether the device is said to wait for Python
+
+    def _timed(self, *args):
+        return self.function(*args), self.waits
 
     def record(self, flat, spec):
         own = [x.clone() if isinstance(x, torch.Tensor) else x for x in flat]
@@ -144,12 +147,20 @@ def test_what_is_replayed_is_never_overwritten():
     assert double({"x": torch.ones(3)}, 5)["out"].tolist() == [5.0] * 3  # another constant is another recording
 
 
+def test_what_keeps_the_device_busy_is_not_recorded():
+    calls = []
+    double = Pretend(lambda x: calls.append(None) or 2 * x)
+    double.waits = False
+    assert [double(torch.tensor(float(i))).item() for i in range(5)] == [0, 2, 4, 6, 8]
+    assert len(calls) == 5  # a recording would have made one more
+
+
 @pytest.mark.parametrize("algorithm", [ct.IFCA(3), ct.LocalOnly()], ids=["ifca", "local"])
 def test_replayed_rounds_in_several_chunks_equal_plain_ones(algorithm, ragged, monkeypatch):
-    monkeypatch.setattr("coterie.engines.vectorised.CACHED", 1)  # one client a chunk
+    monkeypatch.setattr("coterie.engines.fused.CACHED", 1)  # one client a chunk
     task = ct.Task.classifier(deep(64, 10))
     plain = after("vectorised", algorithm, task, ragged, 6)
-    monkeypatch.setattr("coterie.engines.vectorised.descend", Pretend(descend))
+    monkeypatch.setattr("coterie.engines.fused.descend", Pretend(descend))
     replayed = after("vectorised", algorithm, task, ragged, 6)
     assert torch.equal(flat(plain[0]), flat(replayed[0])) and torch.equal(plain[2], replayed[2])
 
@@ -166,11 +177,15 @@ def test_recorded_steps_equal_plain_ones(monkeypatch, clients):
     assert torch.equal(*ends)
 
 
-def test_minibatches_and_held_out_rows_have_no_plan():
+def test_minibatches_and_fresh_rows_are_described_but_not_fused(ragged):
     task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
-    assert ct.IFCA(2).step(task).plan is not None
-    for algorithm in (ct.IFCA(2, batch=4), ct.IFCA(2, restarts=2), ct.IFCA(2, resample=2), ct.FedAvg(batch=3)):
-        assert algorithm.step(task).plan is None
+    drawn = (ct.IFCA(2, batch=4), ct.IFCA(2, resample=2), ct.FedAvg(batch=3))
+    for algorithm in (ct.IFCA(2), ct.IFCA(2, restarts=2), *drawn):
+        step = algorithm.step(task)
+        assert isinstance(step, Train) and step.same_rows == (algorithm not in drawn)
+        ledger = after("vectorised", algorithm, task, ragged, 1)[3]
+        ran = [name for name in ledger.chunks if f"{type(algorithm).__name__}.step" in name]
+        assert ran and all(name.startswith("fused") == step.same_rows for name in ran)
 
 
 def test_what_does_not_fit_is_made_anew_and_the_log_says_so(monkeypatch):
@@ -206,10 +221,10 @@ def test_the_kernel_does_what_descend_does(rows, prox):
     rest = {"w": torch.randn(6, 2, 7, 90, generator=g), "b": torch.randn(6, 2, 7, generator=g)}
     y, shares = torch.randint(7, (6, rows), generator=g), torch.full((6, rows), 1 / rows)
     work = Work(x, y, shares, torch.randn(6, 2, rows, 90, generator=g), x @ x.mT / 30, rest, torch.tensor(0.1))
-    work, head, plan = tree_map(lambda v: v.cuda(), work), Head("w", "b"), Plan(5, prox)
-    assert fits(head, plan, work)
-    fast = descend_on_chip(head, plan, work)
-    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, False), plan, work)
+    work, head, by = tree_map(lambda v: v.cuda(), work), Head("w", "b"), Descend(5, prox=prox)
+    assert fits(head, work)
+    fast = descend_on_chip(head, by, work)
+    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, False), by, work)
     for a, b in zip(leaves(fast), leaves(slow), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
@@ -247,10 +262,25 @@ class Spare(nn.Module):
         return self.b(self.a(x.flatten(1)).tanh())
 
 
+class Strict(nn.Linear):
+    """Takes only rows between 0 and 1, and says so in its own way."""
+
+    def forward(self, input):
+        assert bool(((input >= 0) & (input <= 1)).all()), "not a picture"
+        return super().forward(input.flatten(1))
+
+
+def test_a_model_that_does_not_bear_being_tried_out_is_left_to_vmap():
+    task, federation = ct.Task.classifier(Strict(64, 10)), ct.data.digits(3)
+    fast, slow = (after(e, ct.FedAvg(tau=2), task, federation, 2) for e in ("vectorised", "sequential"))
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5)
+    assert any("not fused" in m for m in fast[3].messages)
+
+
 @pytest.mark.parametrize("module", [Clamped(), Encoder(), Spare()])
 def test_odd_models_give_what_the_reference_gives(module):
     task, federation = ct.Task.classifier(module), ct.data.digits(3)
-    assert (task.split(torch.rand(2, 1, 8, 8)) is None) == (not isinstance(module, Spare))
+    assert (task.first_layer(torch.rand(2, 1, 8, 8)) is None) == (not isinstance(module, Spare))
     fast, slow = (after(e, ct.FedAvg(tau=3), task, federation, 2) for e in ("vectorised", "sequential"))
     assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 
 import coterie as ct
 from coterie.core.key import Key
-from coterie.engines import EXECUTORS
+from coterie.engines import ENGINES, simulated
 from coterie.methods.ifca import State
 from coterie.parts.starts import Start
 from coterie_lab.reproduce.rounds import last_state, states
@@ -36,7 +36,7 @@ def models(*values):
 
 
 def one_round(algorithm, federation, executor="vectorised"):
-    cohort = EXECUTORS[executor](federation, LINE, Key.of(0), torch.device("cpu"))
+    cohort = simulated(federation, LINE, Key.of(0), executor=executor)
     state = algorithm.start(LINE, cohort.at(0), Key.of(0))
     after, report = algorithm.round(state, cohort.at(0))
     return after, report, cohort
@@ -46,7 +46,7 @@ def weights(state):
     return state.theta["weight"][0, :, 0, 0].tolist()
 
 
-@pytest.mark.parametrize("executor", list(EXECUTORS))
+@pytest.mark.parametrize("executor", list(ENGINES))
 def test_option_ii_by_hand(executor):
     # clients at 0, 1, 10; models at 0 and 9. One step of size 1/4 on (w - s)² moves w half of the way to s.
     after, report, _ = one_round(ct.IFCA(2, lr=0.25, tau=1, init=models(0, 9)), line(0, 1, 10), executor)
@@ -55,7 +55,7 @@ def test_option_ii_by_hand(executor):
     assert report.loss.tolist() == pytest.approx([0, 1, 1])
 
 
-@pytest.mark.parametrize("executor", list(EXECUTORS))
+@pytest.mark.parametrize("executor", list(ENGINES))
 @pytest.mark.parametrize(("normalise", "first"), [("cluster", 0.25 * 2 / 2), ("all", 0.25 * 2 / 3)])
 def test_option_i_by_hand(executor, normalise, first):
     # gradients 2(w - s) at the chosen models: 0 and -2 in cluster 0, -2 in cluster 1
@@ -95,7 +95,7 @@ def test_shared_parameters_are_averaged_over_everybody_and_sent_once():
     federation = line(0, 1, 10)
     runs = {}
     for shared in ((), ("bias",)):
-        cohort = EXECUTORS["vectorised"](federation, task, Key.of(0), torch.device("cpu"))
+        cohort = simulated(federation, task, Key.of(0), executor="vectorised")
         algorithm = ct.IFCA(2, lr=0.1, tau=1, shared=shared, init=start)
         state, _ = algorithm.round(algorithm.start(task, cohort.at(0), Key.of(0)), cohort.at(0))
         runs[shared] = state.theta, cohort.ledger.bytes_down
@@ -125,8 +125,8 @@ def test_resampling_uses_disjoint_fresh_rows():
     seen = []
     for t in range(3):
         rows = step.draw(12, Key.of(0), (t,))
-        assert len(rows["choose"]) == len(rows["step"]) == 2
-        seen += rows["choose"].tolist() + rows["step"].tolist()
+        assert len(rows["choose"]) == len(rows["train"]) == 2
+        seen += rows["choose"].tolist() + rows["train"].tolist()
     assert sorted(seen) == list(range(12))
 
 
@@ -170,7 +170,7 @@ def test_a_restart_that_diverges_leaves_the_others_alone():
             theta = super().__call__(k, lr, task, cohort, key)
             return {n: x * (1e30 if key.path[-1] == 0 else 1.0) for n, x in theta.items()}
 
-    for executor in EXECUTORS:
+    for executor in ENGINES:
         run = ct.fit(
             ct.IFCA(2, lr=0.05, restarts=3, holdout=0.0, init=OneHuge()), task, federation, rounds=6, executor=executor
         )
@@ -198,7 +198,7 @@ def test_farthest_first_does_not_take_models_of_a_handful_of_rows():
     slopes = (0.0, 0.0, 0.0, 5.0, 5.0, 5.0, 40.0)
     clients = [(torch.ones(n, 1), torch.full((n,), s)) for n, s in zip((9, 9, 9, 9, 9, 9, 1), slopes, strict=True)]
     algorithm = ct.IFCA(2, lr=0.25, tau=1, init=ct.FarthestFirst(steps=30))
-    cohort = EXECUTORS["vectorised"](ct.Federation.from_clients(clients), LINE, Key.of(0), torch.device("cpu"))
+    cohort = simulated(ct.Federation.from_clients(clients), LINE, Key.of(0), executor="vectorised")
     assert sorted(weights(algorithm.start(LINE, cohort.at(0), Key.of(0)))) == pytest.approx([0, 5], abs=1e-3)
 
 

@@ -12,16 +12,16 @@ from coterie.core.key import Key
 from coterie.core.pytree import flat, stack
 from coterie.core.step import Local
 from coterie.core.task import Data
-from coterie.engines import EXECUTORS
+from coterie.engines import ENGINES, simulated
 from coterie.methods.fedx import proximal
 from coterie.methods.moment_descent import Anchors
 from coterie.parts.kmeans import kmeans
 
-every_executor = pytest.mark.parametrize("executor", list(EXECUTORS))
+every_executor = pytest.mark.parametrize("executor", list(ENGINES))
 
 
 def cohort_of(federation, task, executor="vectorised", seed=0):
-    return EXECUTORS[executor](federation, task, Key.of(seed).fold(1), torch.device("cpu"))
+    return simulated(federation, task, Key.of(seed).fold(1), executor=executor)
 
 
 def distance(models, truth):

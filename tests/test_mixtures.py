@@ -7,8 +7,8 @@ import coterie as ct
 from coterie.core.cohort import sampled
 from coterie.core.key import Key
 from coterie.data.synthetic import linear_draws, linear_mixture, linear_truth
+from coterie.engines import simulated
 from coterie.engines.products import Factor
-from coterie.engines.sequential import Sequential
 from coterie.models import Linear
 from coterie.parts.starts import FarthestFirst
 from coterie_lab.reproduce.mixtures import Mixtures, Runs, farthest_first, ifca
@@ -55,7 +55,7 @@ def test_farthest_first_takes_the_same_clients():
     for t, key in enumerate(keys):
         for s, (scale, sigma) in enumerate(SETTINGS):
             federation = linear_mixture(**size, scale=scale, sigma=sigma, seed=seeds[t])
-            cohort = Sequential(federation, task, key, torch.device("cpu"))
+            cohort = simulated(federation, task, key, executor="sequential")
             models = start(2, 0.1, task, cohort.at(0), key)["weight"][:, 0]
             assert torch.allclose(models, found[t, s, 0], atol=1e-5)
 

@@ -11,10 +11,10 @@ import coterie as ct
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import flat, stack
-from coterie.core.step import Local
+from coterie.core.step import Local, derived
 from coterie.core.task import Data
 from coterie.data.points import gaussian_centres
-from coterie.engines import EXECUTORS
+from coterie.engines import simulated
 from coterie.methods.kfed import KFED
 from coterie.parts.held_out import held_out, surprise
 from coterie.parts.kmeans import lloyd, seeded, spread
@@ -125,6 +125,12 @@ def test_restarts_are_judged_by_models_that_have_not_seen_the_points():
         assert run.state.quality[r] / run.state.held.number[r].sum() > fitted + 1.5  # 88 numbers from 60 points
 
 
+def held_of_the_first(algorithm, cohort):
+    """Which points the first client will hold out."""
+    draw = derived(algorithm.learn, cohort.task).draw
+    return draw(int(cohort.sizes[0]), cohort.engine.client_key(0), cohort.when)["held"]
+
+
 @pytest.mark.parametrize("seen", [0, 1, 2])
 def test_a_cluster_that_is_all_held_out_is_judged_by_the_others(seen):
     """A model of one point that had been fitted to the held-out ones too would find these most likely."""
@@ -132,9 +138,9 @@ def test_a_cluster_that_is_all_held_out_is_judged_by_the_others(seen):
     algorithm = ct.UIFCA(k=2, init=ct.Disturbed(0.0), restarts=2, shrink=False)
 
     def cohort_of(y):
-        return EXECUTORS["sequential"](Federation.from_clients([(x, y)]), flow(), Key.of(0), torch.device("cpu")).at(0)
+        return simulated(Federation.from_clients([(x, y)]), flow(), Key.of(0), executor="sequential").at(0)
 
-    held = cohort_of(torch.zeros(200, dtype=torch.long))._draws(algorithm.learn(flow()), 0, 200)["held"]
+    held = held_of_the_first(algorithm, cohort_of(torch.zeros(200, dtype=torch.long)))
     few = torch.cat([(held > 0).nonzero()[:3, 0], (held == 0).nonzero()[:seen, 0]])
     cohort = cohort_of(torch.zeros(200, dtype=torch.long).index_fill(0, few, 1))
     after, _ = algorithm.round(algorithm.start(cohort.task, cohort, Key.of(0)), cohort)
@@ -179,9 +185,9 @@ def test_held_out_points_train_no_model_of_several_restarts():
 
     def cohort_of(x):
         federation = Federation.from_clients([(x, torch.zeros(40, dtype=torch.long))])
-        return EXECUTORS["sequential"](federation, flow(3), Key.of(0), torch.device("cpu")).at(0)
+        return simulated(federation, flow(3), Key.of(0), executor="sequential").at(0)
 
-    held = cohort_of(x)._draws(algorithm.learn(flow(3)), 0, 40)["held"]
+    held = held_of_the_first(algorithm, cohort_of(x))
     ends = []
     for cohort in (cohort_of(x), cohort_of(x + 100 * held[:, None])):
         state = algorithm.start(cohort.task, cohort, Key.of(0))
@@ -254,7 +260,7 @@ def test_a_flow_from_moments_is_the_gaussian():
 
 def test_a_client_with_one_cluster_looks_for_one():
     federation = ct.data.gaussian_clusters(k=4, p=1.0, seed=0, points=100)
-    cohort = EXECUTORS["vectorised"](federation, ct.Task.distance(), Key.of(0), torch.device("cpu"))
+    cohort = simulated(federation, ct.Task.distance(), Key.of(0), executor="vectorised")
     reply = cohort.gather(KFED(4).cluster, ())
     assert (reply.update["sizes"] > 0).sum(1).tolist() == [1, 1, 1, 1]
 

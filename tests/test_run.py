@@ -19,7 +19,8 @@ from coterie.runs.progress import Progress
 TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 
 SLOW_RUN = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
 import coterie as ct
 task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 federation = ct.data.rotated_digits(16, seed=0)

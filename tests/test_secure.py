@@ -7,24 +7,25 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from coterie.secure.cohort import Secure
 from cryptography.exceptions import InvalidTag
 
 import coterie as ct
-from coterie.core.cohort import slot_mean
+from coterie.core.cohort import Cohort
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import flat
 from coterie.core.step import ClientStep, Reply
-from coterie.engines import EXECUTORS
+from coterie.core.sums import slot_mean
+from coterie.engines import ENGINES
+from coterie.engines import simulated as simulate
 from coterie.runs import fit as run_module
 from coterie.runs.config import build
 from coterie.runs.folder import read_config
 from coterie.secure import shamir
+from coterie.secure.engine import Secure
 from coterie.secure.masks import Pair, mask, seal, simulated, unseal
 from coterie.secure.protocol import Client, Session, Sheet, Terms, TooFewLeft
 
-CPU = torch.device("cpu")
 SLOTS, WIDTH = 3, 200
 TERMS = Terms(invited=12, needed=8, min_members=3, slots=SLOTS)
 
@@ -117,7 +118,7 @@ def test_with_fewer_than_are_needed_nothing_is_opened(exchange):
 
 def test_with_nobody_left_nothing_is_computed():
     with pytest.raises(TooFewLeft, match="0 of 12 clients answered exchange 2"):
-        Secure(cohort_of(), ct.SecureSum(), gone_in("sheets", set(range(12)))).combine(Toy().telling, SCALE, slots=3)
+        secured(cohort_of(), gone_in("sheets", set(range(12)))).combine(Toy().telling, SCALE, slots=3)
 
 
 def test_a_client_goes_no_further_with_too_few_others_whatever_the_server_says():
@@ -218,7 +219,7 @@ class Toy:
             both = torch.stack([total, -total])
             return Reply({"s": both, "t": (both[:, 0],)}, rows.expand(2), torch.stack([label, label + 3]), note)
 
-        return ClientStep(run)
+        return ClientStep(run, secrecy={"loss": "mean", "label": "hidden"})
 
     def telling(self, task):
         return ClientStep(lambda scale, local: Reply((), scale, local.data.y[0], {"secret": local.data.x.sum()}))
@@ -234,7 +235,12 @@ def federation_of(labels):
 
 
 def cohort_of(executor="sequential", labels=(0, 1, 2) * 4):
-    return EXECUTORS[executor](federation_of(labels), None, Key.of(0), CPU)
+    return simulate(federation_of(labels), None, Key.of(0), executor=executor)
+
+
+def secured(cohort, answering=lambda exchange, asked: asked, witness=lambda transcript: None, **settings):
+    """All clients of a cohort's federation, in sessions of the secure sum."""
+    return Cohort(Secure(cohort.engine, ct.SecureSum(**settings), answering, witness), cohort.ledger)
 
 
 def assert_close(a, b):
@@ -242,10 +248,10 @@ def assert_close(a, b):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("executor", list(EXECUTORS))
+@pytest.mark.parametrize("executor", list(ENGINES))
 def test_combine_is_that_of_every_executor(executor, parts):
     inner, scale = cohort_of(executor).at(0), {"scale": torch.tensor(3.0)}
-    open_, secure = (c.combine(Toy(parts).step, scale, slots=6) for c in (inner, Secure(inner, ct.SecureSum())))
+    open_, secure = (c.combine(Toy(parts).step, scale, slots=6) for c in (inner, secured(inner).at(0)))
     assert_close(open_.update, secure.update)
     assert torch.equal(open_.weight, secure.weight)
     assert secure.members.tolist() == [4, 4, 4, *([4, 4, 4] if parts == 2 else [0, 0, 0])]
@@ -256,7 +262,7 @@ def test_combine_is_that_of_every_executor(executor, parts):
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
 def test_a_third_of_the_clients_may_be_gone_after_the_keys_are_exchanged(executor):
     inner = cohort_of(executor).at(0)
-    secure = Secure(inner, ct.SecureSum(min_members=2), gone_in("sheets", {0, 4, 5, 9})).at(0)
+    secure = secured(inner, gone_in("sheets", {0, 4, 5, 9}), min_members=2).at(0)
     rows = torch.arange(12) % 2
     scale = {"scale": torch.tensor([1.0, 2.0])}
     there = [1, 2, 3, 6, 7, 8, 10, 11]
@@ -266,12 +272,12 @@ def test_a_third_of_the_clients_may_be_gone_after_the_keys_are_exchanged(executo
     assert torch.equal(expected.weight, sums.weight) and sums.members.tolist() == [2, 3, 3]
     assert "4 of 12 clients were gone" in inner.ledger.messages[-1]
     with pytest.raises(TooFewLeft, match="7 of 12 clients answered exchange 2"):
-        Secure(inner, ct.SecureSum(), gone_in("sheets", set(range(5)))).combine(Toy().step, SCALE, slots=3)
+        secured(inner, gone_in("sheets", set(range(5)))).combine(Toy().step, SCALE, slots=3)
 
 
 def test_the_slot_of_a_small_cluster_keeps_its_model():
     inner = cohort_of(labels=[0] * 5 + [1] * 2 + [2] * 5).at(0)
-    sums = Secure(inner, ct.SecureSum(min_members=3)).combine(Toy().step, SCALE, slots=3)
+    sums = secured(inner, min_members=3).at(0).combine(Toy().step, SCALE, slots=3)
     old = {"s": torch.full((3, 5), 7.0), "t": (torch.full((3,), 7.0),)}
     new, expected = slot_mean(sums, old), slot_mean(inner.combine(Toy().step, SCALE, slots=3), old)
     assert sums.members.tolist() == [5, 2, 5] and sums.weight[1] == 0
@@ -281,7 +287,7 @@ def test_the_slot_of_a_small_cluster_keeps_its_model():
 
 def test_no_mask_is_used_twice():
     seen = []
-    secure = Secure(cohort_of(), ct.SecureSum(), witness=seen.append)
+    secure = secured(cohort_of(), witness=seen.append)
     for cohort in (secure.at(0), secure.at(0), secure.at(1), secure.at(0).fold(1)):
         cohort.combine(Toy().step, SCALE, slots=3)
     keys = [payload[i] for transcript in seen for i, payload in transcript.of("keys").items()]
@@ -290,7 +296,7 @@ def test_no_mask_is_used_twice():
 
 def test_bytes_are_those_of_the_protocol():
     seen = []
-    secure = Secure(cohort_of(), ct.SecureSum(), witness=seen.append)
+    secure = secured(cohort_of(), witness=seen.append)
     secure.at(0).combine(Toy().step, SCALE, slots=3)
     ledger = secure.ledger
     assert ledger.bytes_up == len(everything(seen[0])) and ledger.bytes_down == seen[0].bytes_down + 12 * 4
@@ -309,13 +315,13 @@ def test_bytes_are_those_of_the_protocol():
 )
 def test_what_does_not_fit_is_an_error(scale, settings, said):
     with pytest.raises(ValueError, match=said):
-        Secure(cohort_of(), ct.SecureSum(**settings)).combine(Toy().step, {"scale": torch.tensor(scale)}, slots=3)
+        secured(cohort_of(), **settings).combine(Toy().step, {"scale": torch.tensor(scale)}, slots=3)
 
 
 def test_the_largest_sum_does_not_wrap():
     inner = cohort_of(labels=[0] * 12)
     clip = float(inner.federation.train.sizes.max()) + 1
-    secure = Secure(inner, ct.SecureSum(clip=clip))
+    secure = secured(inner, clip=clip)
     step = lambda task: ClientStep(lambda s, local: Reply({"s": s}, torch.ones(()), local.data.y[0] * 0, {}))  # noqa: E731
     assert secure.combine(step, torch.tensor(clip)).update["s"].tolist() == [12 * clip]
     assert secure.combine(step, torch.tensor(-clip)).update["s"].tolist() == [-12 * clip]
@@ -323,7 +329,7 @@ def test_the_largest_sum_does_not_wrap():
 
 def test_notes_of_clients_are_not_told():
     with pytest.raises(ValueError, match=r"Toy.telling tells the server every client's 'secret'"):
-        Secure(cohort_of(), ct.SecureSum()).combine(Toy().telling, torch.ones(()), slots=3)
+        secured(cohort_of()).combine(Toy().telling, torch.ones(()), slots=3)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -389,7 +395,7 @@ def test_points_too(points, algorithm, task):
     ("algorithm", "said"),
     [
         (ct.CFL(), "CFL.step needs every client's own reply"),
-        (ct.CFL(sketch=50), "CFL.step tells the server every client's 'weight'"),
+        (ct.CFL(sketch=50), "CFL.step tells the server every client's "),
         (ct.IFCA(k=3), "FarthestFirst.train needs every client's own reply"),
         (ct.IFCA(k=3, init="balanced"), "Balanced.choose needs every client's own reply"),
     ],

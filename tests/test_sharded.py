@@ -23,7 +23,7 @@ from coterie.cli.main import main as command_line
 from coterie.core.key import Key
 from coterie.core.pytree import flat
 from coterie.core.step import ClientStep, Reply
-from coterie.engines import EXECUTORS, ranks
+from coterie.engines import ranks, simulated
 from coterie.engines.sharded import deal
 from coterie.runs import folder as record
 from coterie.runs.config import build
@@ -109,7 +109,7 @@ def fitted(algorithm, executor, **options):
 
 
 def cohort_of(executor):
-    return EXECUTORS[executor](federation(), TASK, Key.of(0), torch.device("cpu"))
+    return simulated(federation(), TASK, Key.of(0), executor=executor)
 
 
 def counted(cohort):
@@ -269,4 +269,5 @@ def main(job, folder, *cases):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
     main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

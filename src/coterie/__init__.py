@@ -28,7 +28,11 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.runs.run import Diverged, Run
     from coterie.secure import SecureSum
 
+from coterie.core import moved
+
 __version__ = "0.2.0"
+
+moved.install()
 
 _HOMES = {
     "core.federation": ("Federation",),

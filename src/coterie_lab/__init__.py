@@ -1,1 +1,1 @@
-"""The laboratory of coterie: the experiments of the papers, and benchmarks. Built on the library, never imported by it."""
+"""Experiments of the papers, and benchmarks. They use the library, which never imports them except from its CLI."""

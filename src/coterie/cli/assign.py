@@ -1,4 +1,4 @@
-"""Placing clients or points from a file, with nothing but a run folder."""
+"""Assign the clients or points of a file to clusters, using only a run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ log = logging.getLogger("coterie")
 
 
 def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
-    """The cluster of every client in a file: dicts of client, rows, cluster. Of every row, if the run groups points."""
+    """Return the cluster of every client in a file, or of every row if the run groups points.
+
+    Args:
+        run: The folder of a finished run.
+        data: A .npz or .csv file.
+
+    Returns:
+        Dicts of client, rows, cluster; or of client, row, cluster if the run groups points.
+    """
     algorithm, task, state = restored(run)
     if algorithm.needs.points:
         return _assign_points(algorithm, task, state, data)
@@ -38,18 +46,23 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
 
 
 def _assign_points(algorithm: Method, task: Task, state: Any, path: Path) -> list[dict[str, Any]]:
-    """The cluster of every row of a file: dicts of client, row, cluster, in the file's order; y is not looked at."""
+    """Return the cluster of every row as dicts of client, row, cluster, in the file's order; y is not used."""
     x, _, client = _read(path, targets=False)
     clients = _by_client(x.astype(np.float32), np.zeros(len(x), dtype=np.int64), client)
     clients.check(task)
     labels = assign(algorithm, state, task, x.astype(np.float32), None)
-    assert isinstance(labels, np.ndarray)  # for it groups points
-    told = zip(client.tolist(), labels.tolist(), strict=True)
-    return [{"client": str(name), "row": row, "cluster": cluster} for row, (name, cluster) in enumerate(told)]
+    assert isinstance(labels, np.ndarray)  # because the method groups points
+    pairs = zip(client.tolist(), labels.tolist(), strict=True)
+    return [{"client": str(name), "row": row, "cluster": cluster} for row, (name, cluster) in enumerate(pairs)]
 
 
 def write_csv(found: list[dict[str, Any]], path: Path) -> None:
-    """What was found, a line each."""
+    """Write assignments to a CSV file, one line each.
+
+    Args:
+        found: The assignments that `assign_file` returned.
+        path: The file.
+    """
     text = io.StringIO()
     table = csv.DictWriter(text, list(found[0]), lineterminator="\n")
     table.writeheader()
@@ -58,8 +71,12 @@ def write_csv(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def restored(run: Path) -> tuple[Method, Task, Any]:
-    """The algorithm, the task and the last state of a finished run."""
-    read_result(run)  # says so if the run is not finished
+    """Load the algorithm, the task and the last state of a finished run.
+
+    Args:
+        run: The run folder.
+    """
+    read_result(run)  # raises an error if the run is not finished
     config = read_config(run)
     if ("model" not in config["task"] and config["task"]["kind"] != "distance") or config["algorithm"].get(
         "init"
@@ -75,12 +92,12 @@ def restored(run: Path) -> tuple[Method, Task, Any]:
 
 
 def read_clients(path: Path, *, labels: bool, words: bool = False) -> Federation:
-    """The clients of a .npz or .csv file; without client names all rows are one client's.
+    """Read the clients of a .npz or .csv file; without client names all rows belong to one client.
 
     Args:
         path: The file.
-        labels: Whether y holds whole numbers.
-        words: Whether x does.
+        labels: Whether y holds class labels, which are integers.
+        words: Whether x holds words, which are integers.
     """
     x, y, client = _read(path, targets=True)
     if labels and not np.array_equal(y, y.astype(np.int64)):
@@ -95,7 +112,7 @@ def _by_client(x: np.ndarray, y: np.ndarray, client: np.ndarray) -> Federation:
 
 
 def _read(path: Path, *, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x, y and client of a file, row by row; unless `targets` are needed, y may be missing."""
+    """Read x, y and client of a file, one entry per row; y may be missing if `targets` are not needed."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     if path.suffix not in (".npz", ".csv"):
@@ -125,7 +142,7 @@ def _read_npz(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _read_csv(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A header; a column y if needed, a column client if there are several, and all other columns are features."""
+    """Read a CSV file with a header: a column y if needed, a column client if there are several, and features."""
     with path.open(newline="", encoding="utf-8") as f:
         header, *lines = list(csv.reader(f)) or [[]]
     if (targets and "y" not in header) or not set(header) - {"y", "client"} or not lines:

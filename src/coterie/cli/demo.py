@@ -1,4 +1,4 @@
-"""The demo: hidden groups in rotated digits."""
+"""The demo: find hidden groups of clients in rotated digits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ METHODS: dict[str, ct.FedAvg | ct.LocalOnly | ct.IFCA] = {
 
 
 def run(out: Path, device: str) -> list[dict[str, Any]]:
-    """Train the three methods into `out` and draw them; returns one row per method, as in summary.json."""
+    """Train the three methods, draw a picture, and return one row per method, as in summary.json.
+
+    Args:
+        out: Folder for the runs, summary.json and the picture.
+        device: "auto", "cpu" or "cuda".
+    """
     federation = ct.data.rotated_digits(clients=CLIENTS, seed=SEED)
     task = ct.Task.classifier(ct.models.MLP(64, 32, 10))
     folders = {name: out / name for name in METHODS}
     rows = []
     for name, algorithm in METHODS.items():
-        if (out / "summary.json").exists():  # an earlier demo; any other run is refused by fit
+        if (out / "summary.json").exists():  # an earlier demo; fit refuses to overwrite any other run
             shutil.rmtree(folders[name], ignore_errors=True)
         ct.fit(algorithm, task, federation, rounds=ROUNDS, seed=SEED, device=device, out=folders[name])
         result = read_result(folders[name])
-        told = ("ari", "seconds", "bytes_up", "bytes_down")
-        rows.append({"method": name, "accuracy": result["score"], **{key: result[key] for key in told}})
+        columns = ("ari", "seconds", "bytes_up", "bytes_down")
+        rows.append({"method": name, "accuracy": result["score"], **{key: result[key] for key in columns}})
     plots.demo(out / "demo.png", folders, "ifca", federation)
     write_text(out / "summary.json", json.dumps(rows, indent=1) + "\n")
     return rows

@@ -1,4 +1,4 @@
-"""Diagnosing a run, with nothing but its folder and the data that its configuration names."""
+"""Diagnose a run, using only its folder and the data set that its configuration names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from coterie.runs.folder import read_config
 
 
 def diagnose_folder(path: Path, device: str) -> Diagnosis:
-    """What `diagnose` says of a finished run and the federation that it was trained on."""
+    """Return the diagnosis of a finished run and the federation that it was trained on.
+
+    Args:
+        path: The run folder.
+        device: "auto", "cpu" or "cuda".
+    """
     algorithm, task, state = restored(path)
     table = read_config(path)["data"]
     if table["name"] not in DATASETS:

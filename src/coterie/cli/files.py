@@ -9,7 +9,11 @@ from typing import Any
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A configuration."""
+    """Read a configuration.
+
+    Args:
+        path: A TOML file.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
@@ -19,7 +23,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """A result."""
+    """Write a result atomically.
+
+    Args:
+        path: The file.
+        content: Anything that JSON can represent.
+    """
     from coterie.storage.snapshot import write_text
 
     write_text(path, json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""`coterie flower`: a Flower federation on this machine."""
+"""The command `coterie flower`: run a Flower federation on this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ app = typer.Typer(
     help="A Flower federation on this machine, over TLS, with a key for every node.", no_args_is_help=True
 )
 
-Folder = Annotated[Path, typer.Option("--dir", help="Where its credentials, logs and state are.")]
+Folder = Annotated[Path, typer.Option("--dir", help="Folder of its credentials, logs and state.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 HERE = Path("flower-lab")
 
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, max=64, help="SuperNodes.")] = 3,
+    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, max=64, help="Number of SuperNodes.")] = 3,
     workers: Annotated[bool, typer.Option(help="Whether each node keeps torch and its data loaded.")] = True,
     folder: Folder = HERE,
     as_json: Json = False,
@@ -44,9 +44,9 @@ def up(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where; made if it is not there.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write to; created if missing.")],
 ) -> None:
-    """Write a small app that works: put your own data into its data.py."""
+    """Write a small app that works; replace its data.py to use your own data."""
     check_installed()
     from coterie.flower.template import APP, write_app
 
@@ -60,7 +60,7 @@ def init(
 def run(
     config: Annotated[Path, typer.Argument(help="A TOML file with [algorithm], [task] and [run], beside data.py.")],
     out: Annotated[Path | None, typer.Option(help="The run folder; default runs/CONFIG.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     folder: Folder = HERE,
     as_json: Json = False,
 ) -> None:
@@ -71,7 +71,7 @@ def run(
     from coterie.flower.submit import check_app, submit, watch
 
     check_app(config)
-    asked = parse(read_toml(config))  # a mistake in it is told now, not by a process far away
+    asked = parse(read_toml(config))  # report a mistake now, not from a remote process
     where = out or Path("runs") / config.stem
     if (where / "config.toml").exists() and not resume:
         raise ValueError(f"{where} already holds a run; resume it with --resume, or choose another folder")
@@ -88,20 +88,20 @@ def run(
 
 @app.command()
 def status(folder: Folder = HERE, as_json: Json = False) -> None:
-    """Tell which processes run, and which nodes are online."""
+    """Show which processes are running, and which nodes are online."""
     lab = _lab(folder)
     display.emit(_rows(lab), as_json, lambda: _print(lab))
 
 
 @app.command()
 def down(folder: Folder = HERE) -> None:
-    """Stop what `up` started, and nothing else; credentials and the database stay."""
+    """Stop the processes that `up` started, and no others; credentials and the database are kept."""
     stopped = _lab(folder).stop()
     print(f"stopped the federation in {folder}" if stopped else f"no federation is running in {folder}")
 
 
 def _shower(progress: Progress) -> Callable[[dict[str, Any]], None]:
-    """Shows the events of a run: what is said of nodes, and how the rounds go."""
+    """Return a function that prints the events of a run: log messages about nodes, and the progress of rounds."""
 
     def show(event: dict[str, Any]) -> None:
         if event["event"] == "log":
@@ -113,7 +113,7 @@ def _shower(progress: Progress) -> Callable[[dict[str, Any]], None]:
 
 
 def check_installed() -> None:
-    """Refuse to go on without Flower."""
+    """Raise a ValueError if Flower is not installed."""
     if not (importlib.util.find_spec("flwr") and importlib.util.find_spec("cryptography")):
         raise ValueError("this needs Flower: pip install 'coterie[flower]'")
 
@@ -126,7 +126,7 @@ def _lab(folder: Path) -> Lab:
 
 
 def _wait(lab: Lab, nodes: int) -> None:
-    """Until all nodes are online, telling what is being waited for."""
+    """Wait until all nodes are online, and show how many are."""
     with Console(stderr=True).status("starting the SuperLink") as line:
         lab.wait(lambda online: line.update(f"{online} of {nodes} nodes online"))
 
@@ -134,8 +134,8 @@ def _wait(lab: Lab, nodes: int) -> None:
 def _rows(lab: Lab) -> list[dict[str, Any]]:
     online = lab.online()
     return [
-        {"process": name, "pid": told["pid"], "starts": told["starts"], "online": name in online or None}
-        for name, told in lab.processes().items()
+        {"process": name, "pid": process["pid"], "starts": process["starts"], "online": name in online or None}
+        for name, process in lab.processes().items()
     ]
 
 
@@ -152,4 +152,4 @@ def _print(lab: Lab) -> None:
     where = "" if lab.folder == HERE.resolve() else f" --dir {lab.folder}"
     print(f"train on it with: coterie flower run examples/flower/ifca.toml{where}")
     print(f"stop it with: coterie flower down{where}")
-    print("whoever can reach that port on this machine can submit apps, which run as you: Flower asks for no login")
+    print("anyone who can reach that port on this machine can submit apps, which run as you: Flower asks for no login")

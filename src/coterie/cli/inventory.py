@@ -1,4 +1,4 @@
-"""What there is: methods, data sets, models, experiments."""
+"""The list of available methods, data sets, models and experiments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from coterie.models import MODELS
 
 
 def inventory(experiments: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Everything that can be named in a configuration or on the command line, with a line on each."""
+    """Return all names that a configuration or a command can use, by kind, with a one-line description of each.
+
+    Args:
+        experiments: The tables of the experiments, by name.
+    """
 
     def lines(register: dict[str, Any]) -> dict[str, str]:
         return {name: (thing.__doc__ or "").strip().splitlines()[0] for name, thing in register.items()}

@@ -1,4 +1,4 @@
-"""The commands of the laboratory, which is a package of its own and is loaded when one of them runs."""
+"""The commands of `coterie_lab`, a separate package that is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from coterie.runs import plots
 
 
 def lab(name: str) -> Any:
-    """A module of the laboratory."""
+    """Import a module of `coterie_lab`.
+
+    Args:
+        name: Name of the module within the package.
+    """
     return importlib.import_module(f"coterie_lab.{name}")
 
 
@@ -29,7 +33,7 @@ def reproduce(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Run the experiment behind a table or figure of a paper, beside the paper's numbers."""
+    """Run the experiment behind a table or figure of a paper, and compare with the paper's numbers."""
     result = lab("reproduce").reproduce(name, quick=quick, out=out, device=device)
     display.emit(result, as_json, lambda: display.experiment(result))
 
@@ -39,7 +43,7 @@ bench = typer.Typer(help="Measure speed, as ratios in one run, and scale.", no_a
 
 @bench.callback()
 def _log_to_stderr(context: typer.Context) -> None:
-    """Each figure on stderr as soon as it is there: a benchmark takes minutes."""
+    """Log each result to stderr as soon as it is measured, because a benchmark takes minutes."""
     log, handler = logging.getLogger("coterie"), logging.StreamHandler()
     log.setLevel(logging.INFO)
     log.addHandler(handler)
@@ -53,7 +57,7 @@ def speed(
     out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,
     as_json: Json = False,
 ) -> None:
-    """One round done every way and by other libraries, against the plain loop and against the arithmetic floor."""
+    """Time one round on every executor and in other libraries, against a plain loop and the arithmetic minimum."""
     rows = lab("bench.speed").measure(device, quick=quick)
     if out:
         write_json(out / f"speed-{find_device(device).type}.json", rows)
@@ -66,7 +70,7 @@ def scale(
     out: Annotated[Path | None, typer.Option(help="Folder for scale.json and the picture, scale.png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Seconds per round and peak memory against the number of clients, from 100 to a million."""
+    """Measure seconds per round and peak memory against the number of clients, from 100 to a million."""
     rows, slope = lab("bench.scale").measure(quick=quick), lab("bench.scale").slope
     if out:
         write_json(out / "scale.json", rows)
@@ -80,7 +84,7 @@ def bench_flower(
     out: Annotated[Path | None, typer.Option(help="Folder for flower.json and the picture, flower.png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Seconds per round of a real federation on this machine, and the bytes on its wire."""
+    """Measure seconds per round of a real federation on this machine, and the bytes that it transfers."""
     flower.check_installed()
     rows = lab("bench.flower").measure(quick=quick)
     if out:

@@ -1,4 +1,4 @@
-"""The command line. It starts runs, and for everything else reads run folders."""
+"""The command line. It starts runs; all other commands read run folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ app.add_typer(flower.app, name="flower")
 app.add_typer(lab.bench, name="bench")
 app.command()(lab.reproduce)
 
-PATIENCE = 10  # seconds that a failed process waits for the first one to tell why
+PATIENCE = 10  # seconds that a failed process waits for the first one to report the error
 
 
 @app.command()
@@ -41,7 +41,7 @@ def demo(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find four hidden groups among 80 clients, and compare one model per group with one for all and one each."""
+    """Find four hidden groups among 80 clients; compare one model per group, one for all, and one per client."""
     rows = demo_module.run(out, device)
     display.emit(rows, as_json, lambda: display.demo(rows, out))
 
@@ -53,8 +53,8 @@ def run(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     executor: Annotated[str | None, typer.Option(help="vectorised, vmap, sequential or sharded.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default runs/CONFIG.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an existing run in the folder.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a configuration describes."""
@@ -71,7 +71,7 @@ def run(
         _share_out(options)
     with _set_aside(where) if overwrite and not resume and ranks.rank() == 0 else nullcontext():
         fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
-    if ranks.rank() == 0:  # which has written the folder
+    if ranks.rank() == 0:  # the process that writes the folder
         display.emit(display.summary(where), as_json, lambda: display.show(where))
 
 
@@ -83,7 +83,7 @@ def show(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a run found: its clusters, its scores, its last rounds."""
+    """Show the result of a run: its clusters, its scores, its last rounds."""
     from coterie.runs import plots
 
     display.emit(display.summary(run), as_json, lambda: display.show(run))
@@ -93,7 +93,7 @@ def show(
 
 @app.command()
 def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders.")], as_json: Json = False) -> None:
-    """Several runs side by side."""
+    """Compare several runs side by side."""
     display.emit([display.summary(r, brief=True) for r in runs], as_json, lambda: display.compare(runs))
 
 
@@ -104,7 +104,7 @@ def assign(
     out: Annotated[Path | None, typer.Option(help="Also write the clusters: a .csv.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cluster of clients that were not there, or of each point where a run groups points."""
+    """Assign new clients to clusters, or points if the run groups points."""
     from coterie.cli.assign import assign_file, write_csv
 
     found = assign_file(run, data)
@@ -117,17 +117,17 @@ def assign(
 def diagnose(
     run: Annotated[Path, typer.Argument(help="A finished run folder.")], device: Device = "auto", as_json: Json = False
 ) -> None:
-    """Whether the data can support the groups of a run, for regressions that are linear in their parameters."""
+    """Check whether the data support the groups of a run, for regressions that are linear in their parameters."""
     from coterie.cli.diagnose import diagnose_folder
 
     found = diagnose_folder(run, device)
-    told = {"supported": found.supported, "verdict": found.verdict, "figures": [f._asdict() for f in found.figures]}
-    display.emit(told, as_json, lambda: display.text(str(found)))
+    content = {"supported": found.supported, "verdict": found.verdict, "figures": [f._asdict() for f in found.figures]}
+    display.emit(content, as_json, lambda: display.text(str(found)))
 
 
 @app.command(name="list")
 def list_all(as_json: Json = False) -> None:
-    """Methods, data sets, models and experiments that there are."""
+    """List the available methods, data sets, models and experiments."""
     from coterie.cli.inventory import inventory
 
     found = inventory(lab.lab("reproduce").experiments())
@@ -135,7 +135,7 @@ def list_all(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Run the command line; bad input ends with one line and exit code 2."""
+    """Run the command line. Bad input is reported in one line, with exit code 2."""
     with nullcontext() if ranks.rank() == 0 else _behind_the_first():
         try:
             app()
@@ -148,20 +148,20 @@ def main() -> None:
 
 @contextmanager
 def _behind_the_first() -> Iterator[None]:
-    """In all processes of torchrun's but the first, which says what there is to say: once, and not N times."""
-    said = io.StringIO()
+    """Suppress the output of this process of torchrun, so that messages of the first are not repeated N times."""
+    errors = io.StringIO()
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
             yield
     except SystemExit as stop:
-        if stop.code == 2:  # the first fails for the same reason, if it is given the time; torchrun then ends this one
+        if stop.code == 2:  # given time, the first fails for the same reason, and torchrun ends this one
             time.sleep(PATIENCE)
-            sys.stderr.write(said.getvalue())
+            sys.stderr.write(errors.getvalue())
         raise
 
 
 def _share_out(options: dict[str, Any]) -> None:
-    """Let several processes divide the work of a run."""
+    """Use the sharded executor, so that several processes divide the work of a run."""
     if options.setdefault("executor", "sharded") != "sharded":
         raise ValueError(
             f"torchrun started {ranks.world()} processes, which would all do the same work with executor "
@@ -170,7 +170,7 @@ def _share_out(options: dict[str, Any]) -> None:
 
 
 def _set(tables: dict[str, Any], assignment: str) -> None:
-    """Apply one `table.key=value`; a value that is no TOML is taken as a word."""
+    """Apply one `table.key=value`; a value that is not valid TOML is used as a string."""
     name, sign, text = assignment.partition("=")
     table, dot, key = name.strip().partition(".")
     if not (sign and dot and key):
@@ -184,7 +184,7 @@ def _set(tables: dict[str, Any], assignment: str) -> None:
 
 @contextmanager
 def _set_aside(path: Path) -> Iterator[None]:
-    """Move an old run out of the way; it comes back if the new one never begins."""
+    """Move an old run away, and restore it if the new one fails before it writes its folder."""
     aside = path.with_name(f".{path.name}.old")
     if path.exists():
         if not (path / "config.toml").is_file():

@@ -1,4 +1,4 @@
-"""What the command line prints, all of it read from run folders."""
+"""The output of the command line, all of it read from run folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ console = Console()
 
 
 def emit(content: Any, as_json: bool, draw: Callable[[], None]) -> None:
-    """Print JSON for scripts, or draw for people."""
+    """Print a result as JSON for scripts, or as tables for people.
+
+    Args:
+        content: The result, for JSON.
+        as_json: Whether to print JSON.
+        draw: Prints the tables.
+    """
     if as_json:
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
@@ -27,7 +33,12 @@ def emit(content: Any, as_json: bool, draw: Callable[[], None]) -> None:
 
 
 def summary(path: Path, brief: bool = False) -> dict[str, Any]:
-    """A finished run: its configuration and its result; `brief` leaves out what has one value per client."""
+    """Return the configuration and the result of a finished run.
+
+    Args:
+        path: The run folder.
+        brief: Whether to leave out what has one value per client, and the tree.
+    """
     result = read_result(path)
     if brief:
         result = {n: v for n, v in result.items() if n not in ("per_client", "labels", "ids", "groups", "tree")}
@@ -35,7 +46,11 @@ def summary(path: Path, brief: bool = False) -> dict[str, Any]:
 
 
 def show(path: Path) -> None:
-    """The run and its clusters."""
+    """Print a run: its result, its clusters and some of its rounds.
+
+    Args:
+        path: The run folder.
+    """
     info = summary(path)
     result, config = info["result"], info["config"]
     history = read_history(path)
@@ -46,9 +61,9 @@ def show(path: Path) -> None:
     metric = result["metric"]
     rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
     scored = [r for r in history if r.get(metric) is not None]
-    told = scored if len(scored) >= 8 else history
-    step = max(1, len(told) // 8)
-    for r in told[step - 1 :: step] + ([] if len(told) % step == 0 else told[-1:]):
+    shown = scored if len(scored) >= 8 else history
+    step = max(1, len(shown) // 8)
+    for r in shown[step - 1 :: step] + ([] if len(shown) % step == 0 else shown[-1:]):
         score = "" if r.get(metric) is None else f"{r[metric]:.4f}"
         listed = r["members"] or []
         members = ", ".join(str(n) for n in listed[:8]) + (" …" if len(listed) > 8 else "")
@@ -67,7 +82,11 @@ def show(path: Path) -> None:
 
 
 def compare(paths: list[Path]) -> None:
-    """Several runs, one row each."""
+    """Print several runs, one row each.
+
+    Args:
+        paths: The run folders.
+    """
     infos = [summary(path, brief=True) for path in paths]
     metrics = "/".join(dict.fromkeys(info["result"]["metric"] for info in infos))
     table = _table("run", "method", f">{metrics}", ">ari", ">k", ">rounds", ">down", ">up", ">s")
@@ -82,47 +101,52 @@ def compare(paths: list[Path]) -> None:
 
 
 def _clusters(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
-    """The clusters, by what is known of them: whose points, which clients, or how many members only."""
+    """Make a table of the clusters with their points, or their clients, or only the number of their members."""
     if result.get("table"):
         return _points(result["table"])
     return _counted(result, history) if set(result["labels"]) == {-1} else _clients(result)
 
 
 def _counted(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
-    """Every cluster with its size in the last round, where a secure sum tells nobody who is in it."""
+    """List every cluster with its size in the last round, for a secure sum, which does not reveal the members."""
     members = history[-1]["members"] if history else None
     table = _table("cluster", ">members", f">{result['metric']}")
-    for j, n in enumerate(members or []):  # too many clusters are not listed in the history
-        score = result["per_cluster"].get(str(j))  # none if the cluster is too small to be opened
+    for j, n in enumerate(members or []):  # the history does not list the sizes of very many clusters
+        score = result["per_cluster"].get(str(j))  # missing if the cluster is too small to be opened
         table.add_row(str(j), str(n), "" if score is None else f"{score:.4f}")
     return table
 
 
 def _clients(result: dict[str, Any]) -> Table:
-    """Every cluster with its clients, and how many of each true group there are among them."""
+    """List every cluster with its number of clients, and how many of them belong to each true group."""
     found = sorted(set(result["labels"]))
     more = f" (the first 40 of {len(found)})" if len(found) > 40 else ""
     table = _table(f"cluster{more}", ">clients", f">{result['metric']}", "true groups")
     for j in found[:40]:
         members = [i for i, label in enumerate(result["labels"]) if label == j]
         true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
-        score = result["per_cluster"].get(str(j))  # none if no member has test rows
-        told = ", ".join(f"{g} ({n})" for g, n in true)
-        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", told)
+        score = result["per_cluster"].get(str(j))  # missing if no member has test rows
+        groups = ", ".join(f"{g} ({n})" for g, n in true)
+        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", groups)
     return table
 
 
 def _points(counts: list[list[int]]) -> Table:
-    """Every cluster with its points, and how many of each true one there are among them."""
+    """List every cluster with its number of points, and how many of them belong to each true cluster."""
     table = _table("cluster", ">points", "true clusters")
     for j, row in enumerate(counts):
-        told = ", ".join(f"{g} ({n})" for g, n in Counter(dict(enumerate(row))).most_common(4) if n)
-        table.add_row(str(j), str(sum(row)), told)
+        true = ", ".join(f"{g} ({n})" for g, n in Counter(dict(enumerate(row))).most_common(4) if n)
+        table.add_row(str(j), str(sum(row)), true)
     return table
 
 
 def demo(rows: list[dict[str, Any]], out: Path) -> None:
-    """The demo's table and where its picture is."""
+    """Print the demo's table and the path of its picture.
+
+    Args:
+        rows: One row per method.
+        out: The demo's folder.
+    """
     names = {"global": "one model for all (FedAvg)", "local": "one model each", "ifca": "one model per group (IFCA)"}
     console.print("[bold]80 clients, 4 hidden groups[/bold]")
     table = _table("", ">accuracy", ">ARI", ">sent down", ">sent up", ">seconds")
@@ -136,7 +160,11 @@ def demo(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def assigned(found: list[dict[str, Any]]) -> None:
-    """Clients and their clusters; of points, how many each cluster has and whose they are."""
+    """Print clients and their clusters, or the number of points of each cluster and the clients they belong to.
+
+    Args:
+        found: The assignments of clients or points.
+    """
     if "row" in found[0]:
         console.print(_assigned_points(found))
         return
@@ -151,23 +179,31 @@ def _assigned_points(found: list[dict[str, Any]]) -> Table:
     for j in sorted({row["cluster"] for row in found}):
         clients = Counter(row["client"] for row in found if row["cluster"] == j)
         more = f" and {len(clients) - 4} more" if len(clients) > 4 else ""
-        told = ", ".join(f"{name} ({n})" for name, n in clients.most_common(4))
-        table.add_row(str(j), str(clients.total()), told + more)
+        listed = ", ".join(f"{name} ({n})" for name, n in clients.most_common(4))
+        table.add_row(str(j), str(clients.total()), listed + more)
     return table
 
 
 def text(content: str) -> None:
-    """Text as it is."""
+    """Print text without any formatting.
+
+    Args:
+        content: The text.
+    """
     console.print(content, highlight=False, markup=False, soft_wrap=True)
 
 
 def experiment(result: dict[str, Any]) -> None:
-    """An experiment's rows beside the paper's."""
+    """Print the rows of an experiment, with the paper's numbers.
+
+    Args:
+        result: The result of the experiment.
+    """
     console.print(f"[bold]{result['name']}[/bold]  {result['title']}")
     rows = result["rows"]
     same = [n for n in rows[0] if len(rows) > 1 and all(r[n] == rows[0][n] for r in rows)]
-    if told := [f"{n} {rows[0][n]}" for n in same if rows[0][n] is not None]:
-        console.print("in all rows: " + ", ".join(told), style="dim")
+    if common := [f"{n} {rows[0][n]}" for n in same if rows[0][n] is not None]:
+        console.print("in all rows: " + ", ".join(common), style="dim")
     columns = [n for n in rows[0] if n not in same]
     table = _table(*[n if isinstance(rows[0][n], str) else f">{n}" for n in columns])
     for row in rows:
@@ -180,7 +216,11 @@ def experiment(result: dict[str, Any]) -> None:
 
 
 def speeds(rows: list[dict[str, Any]]) -> None:
-    """The ways to do each workload, one row each."""
+    """Print the speed benchmark: a table per workload, with one row per executor or library.
+
+    Args:
+        rows: The measurements.
+    """
     for work in dict.fromkeys(r["workload"] for r in rows):
         console.print(f"\n[bold]{work}[/bold]")
         table = _table("way", ">seconds", ">times the loop", ">floors", ">peak MiB", ">rel. difference")
@@ -193,7 +233,12 @@ def speeds(rows: list[dict[str, Any]]) -> None:
 
 
 def scales(rows: list[dict[str, Any]], slope: float) -> None:
-    """What a round takes, one row per number of clients."""
+    """Print the time and memory of a round, one row per number of clients.
+
+    Args:
+        rows: The measurements.
+        slope: The power of the number of clients with which the time grows.
+    """
     table = _table(">clients", ">seconds", ">peak MiB", ">file MiB", ">s to write", ">ARI")
     for r in rows:
         peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
@@ -204,7 +249,11 @@ def scales(rows: list[dict[str, Any]], slope: float) -> None:
 
 
 def federations(rows: list[dict[str, Any]]) -> None:
-    """What a round of a real federation takes, one row per number of nodes."""
+    """Print the time and bytes of a round of a real federation, one row per number of nodes.
+
+    Args:
+        rows: The measurements.
+    """
     table = _table(">nodes", "resident workers", ">s/round", ">slowest", ">counted", ">on the wire", ">more")
     for r in rows:
         more = f"{100 * (r['wire_bytes'] / r['counted_bytes'] - 1):.1f} %"
@@ -215,7 +264,11 @@ def federations(rows: list[dict[str, Any]]) -> None:
 
 
 def tables(found: dict[str, dict[str, str]]) -> None:
-    """Names and a line on each, a table per kind."""
+    """Print names with a one-line description of each, in a table per kind.
+
+    Args:
+        found: The descriptions by kind and name.
+    """
     for kind, entries in found.items():
         table = _table(kind, "")
         for name, line in entries.items():
@@ -226,7 +279,7 @@ def tables(found: dict[str, dict[str, str]]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        if name.startswith(">"):  # a number is never cut in two
+        if name.startswith(">"):  # a number is not wrapped
             table.add_column(name.lstrip(">"), justify="right", no_wrap=len(name) < 12, min_width=5)
         else:
             table.add_column(name, overflow="fold")

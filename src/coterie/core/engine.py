@@ -105,6 +105,7 @@ class Engine(ABC):
     """
 
     name: str
+    precision: Precision
     remote = False
     sums_only = False
     leads = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,11 @@ class Federation:
     def part(self, name: str) -> Packed:
         """The rows called "train" or "test"; a federation without test rows is tested on its training rows."""
         return self.test if name == "test" and self.test is not None and len(self.test.x) else self.train
+
+    def split(self, name: str) -> Packed:
+        """The old name of `part`, for one release."""
+        warnings.warn("Federation.split is Federation.part now", DeprecationWarning, stacklevel=2)
+        return self.part(name)
 
     def select(self, clients: Sequence[int] | Tensor) -> Federation:
         """The federation of these clients, in this order, under their old names."""

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Outer", "Params", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take", "to_device", "tree_map", "unflat"]  # fmt: skip
+__all__ = [
+    "Outer", "Params", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take",
+    "to_device", "to_server", "tree_map", "unflat",
+]  # fmt: skip
 
 Params = dict[str, Tensor]
 
@@ -89,7 +92,7 @@ def put_rows(tree: Any, index: Tensor, rows: Any) -> Any:
     """
 
     def put(old: Tensor, new: Tensor) -> Tensor:
-        return old.to(new.device).index_copy(0, index.to(new.device), new.to(old.dtype))
+        return old.index_copy(0, index.to(old.device), new.to(old))
 
     return tree_map(put, tree, rows)
 
@@ -135,3 +138,23 @@ def _nbytes(x: Any) -> int:
 def to_device(tree: Any, device: torch.device) -> Any:
     """Floating-point tensors of a tree on a device; labels and counts stay on the CPU, where the server works."""
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+
+def beside(x: Tensor, tree: Any) -> Any:
+    """All tensors of a tree on the device of x, for what is computed with them there."""
+    return tree_map(lambda y: y.to(x.device) if isinstance(y, Tensor) else y, tree)
+
+
+def to_server(tree: Any) -> Any:
+    """All tensors of a tree on the CPU, where the server works."""
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, tree)
+
+
+def exact(x: Tensor) -> Tensor:
+    """A tensor as float64 on the CPU, for algebra of the server that needs the digits.
+
+    Example:
+        >>> exact(torch.ones(2)).dtype
+        torch.float64
+    """
+    return x.cpu().double()

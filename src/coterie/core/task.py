@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from coterie.core.checks import check_density, check_labels, check_targets, check_words
 from coterie.core.features import features_of
 from coterie.core.first_layer import FirstLinear, split_first_linear
 from coterie.core.key import Key
 from coterie.core.losses import cross_entropy, squared_error, word_cross_entropy
+from coterie.core.module import Constants, builder, name_of, outside, refuse
 from coterie.core.pytree import Params, leaves, take
 
 
@@ -54,7 +56,7 @@ class Task:
         score: `score(params, data) -> (n,)`, what an analyst would look at, one value per row.
         metric: What the mean of `score` is called: "accuracy", "mse", "nats".
         check: `check(data)` says what is wrong with rows, None if they suit the model.
-        first_layer: `first_layer(x)` takes the model apart after a linear first layer, for engines; None if it has none.
+        first_layer: `first_layer(x)` takes the model apart after a linear first layer; None if it has none.
         features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
             side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
             `coterie.core.features`. None for other tasks.
@@ -63,8 +65,8 @@ class Task:
         location: Names of a density's parameters that say where its rows lie rather than how they are spread.
         networks: Those of an adversarial task; None for others.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
-            `coterie.core.pytree.stack` makes them, and its loss and score are those of the models' mixed output: the mean
-            of the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
+            `core.pytree.stack` makes them, and its loss and score are those of the models' mixed output: the mean of
+            the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
         spec: A plain description from which the command line can build the task again; empty for a user's module.
 
     Example:
@@ -96,7 +98,7 @@ class Task:
             loss=cross_entropy,
             score=lambda out, y: (out.argmax(-1) == y).float(),
             metric="accuracy",
-            check=_check_labels,
+            check=check_labels,
             mix=_mean_probability,
             spec={"kind": "classifier", **_spec(module)},
         )
@@ -109,7 +111,7 @@ class Task:
             loss=squared_error,
             score=squared_error,
             metric="mse",
-            check=_check_targets,
+            check=check_targets,
             spec={"kind": "regressor", **_spec(module)},
         )
 
@@ -124,7 +126,7 @@ class Task:
             loss=word_cross_entropy,
             score=word_cross_entropy,
             metric="nats",
-            check=_check_words,
+            check=check_words,
             mix=_mean_probability,
             spec={"kind": "language_model", **_spec(module)},
         )
@@ -141,7 +143,7 @@ class Task:
             loss=_surprise,
             score=_surprise,
             metric="nats",
-            check=_check_density,
+            check=check_density,
             mix=lambda outs: outs.logsumexp(0) - math.log(len(outs)),
             spec={"kind": "density", **_spec(module)},
         )
@@ -164,7 +166,7 @@ class Task:
         missing = [n for n in ("generator", "critic", "encoder", "dz", "k") if not hasattr(module, n)]
         if missing:
             raise ValueError(
-                f"Task.adversarial: {_name(module)} has no {', '.join(missing)}; models.GAN has all of them"
+                f"Task.adversarial: {name_of(module)} has no {', '.join(missing)}; models.GAN has all of them"
             )
         task = cls.from_module(
             module,
@@ -215,10 +217,10 @@ class Task:
             ValueError: The module mixes the rows of a batch (BatchNorm), or draws random numbers (Dropout), or has a
                 layer that cannot be drawn anew. Buffers are taken as constants; `check` refuses those that change.
         """
-        build = _builder(module)
+        build = builder(module)
         template = build(0)
-        _refuse(template)
-        constants = _Constants(template)
+        refuse(template)
+        constants = Constants(template)
         skeleton = template.to("meta")
 
         def init(key: Key) -> Params:
@@ -248,8 +250,8 @@ class Task:
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 why = f" ({error})" if isinstance(error, ValueError) else ""  # what torch says is of its own matters
                 given = f"rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
-                return f"{_name(skeleton)} does not take {given}{why}"
-            return constants.changed(module) or _outside(module, rows.x) or check(out, rows.y)
+                return f"{name_of(skeleton)} does not take {given}{why}"
+            return constants.changed(module) or outside(module, rows.x) or check(out, rows.y)
 
         return cls(
             init=init,
@@ -264,72 +266,6 @@ class Task:
         )
 
 
-def _builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[..., nn.Module]:
-    """A function of a seed that returns the module with freshly drawn parameters."""
-    if not isinstance(module, nn.Module):
-        return _leaving_the_generator_alone(module)
-    for name, layer in module.named_modules():
-        if list(layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters"):
-            raise ValueError(
-                f"Task: layer '{name or _name(layer)}' has parameters but no reset_parameters(), so it cannot be drawn "
-                "anew; pass a function that builds the module instead"
-            )
-
-    def build() -> nn.Module:
-        fresh = copy.deepcopy(module)
-        for layer in fresh.modules():
-            if callable(reset := getattr(layer, "reset_parameters", None)):
-                reset()
-        return fresh
-
-    return _leaving_the_generator_alone(build)
-
-
-def _leaving_the_generator_alone(build: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
-    """Layers draw from the global generator only: seed it if asked, and put it back as it was."""
-
-    def quiet(seed: int | None = None) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
-            return build()
-
-    return quiet
-
-
-class _Constants:
-    """A module's buffers, of which a federation assumes that they never change."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._on = {torch.device("cpu"): {name: x.detach().clone() for name, x in module.named_buffers()}}
-
-    def on(self, device: torch.device) -> Params:
-        """The buffers on a device, brought there once."""
-        if device not in self._on:
-            self._on[device] = {name: x.to(device) for name, x in self._on[torch.device("cpu")].items()}
-        return self._on[device]
-
-    def changed(self, module: nn.Module) -> str | None:
-        """Which buffer of a module has changed, if any."""
-        own = self.on(torch.device("cpu"))
-        for name, x in module.named_buffers():
-            if not torch.equal(x, own[name]):
-                return f"{_name(module)} changes its buffer '{name}', which a federation cannot average"
-        return None
-
-
-def _refuse(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        where = f"Task: layer '{name}' ({_name(layer)})" if name else f"Task: {_name(layer)}"
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"{where} mixes the rows of a batch and keeps statistics of them, which a federation cannot average; "
-                "use GroupNorm or LayerNorm in place of BatchNorm"
-            )
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            raise ValueError(f"{where} draws random numbers inside the model; set p=0 or remove it")
-
-
 def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
     """One submodule, as a function of the whole module's parameters."""
     skeleton, prefix = copy.deepcopy(module.get_submodule(name)).to("meta"), f"{name}."
@@ -341,10 +277,6 @@ def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
     return forward
 
 
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def _spec(module: nn.Module) -> dict[str, Any]:
     return {"model": module.spec} if hasattr(module, "spec") else {}
 
@@ -354,51 +286,9 @@ def _mean_probability(outs: Tensor) -> Tensor:
     return outs.log_softmax(-1).logsumexp(0) - math.log(len(outs))
 
 
-def _outside(module: nn.Module, x: Tensor) -> str | None:
-    """Values that a module does not take, if it says `between` which ones they must lie."""
-    if (between := getattr(module, "between", None)) is None:  # rows in a file are not read for nothing
-        return None
-    low, high = between
-    if bool(((x >= low) & (x <= high)).all()):
-        return None
-    return f"{_name(module)} takes values from {low:g} to {high:g}, but these go from {x.min():g} to {x.max():g}"
-
-
-def _check_labels(out: Tensor, y: Tensor) -> str | None:
-    if y.is_floating_point() or y.dim() != 1:
-        return f"labels must be whole numbers, one per row, got {y.dtype} of shape {tuple(y.shape)}"
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= out.shape[-1]:
-        return f"labels run from {low} to {high}, but the model has classes 0 to {out.shape[-1] - 1}"
-    return None
-
-
-def _check_words(out: Tensor, y: Tensor) -> str | None:
-    if y.is_floating_point() or y.dim() != 2:
-        return f"the next words must be whole numbers, some per row, got {y.dtype} of shape {tuple(y.shape)}"
-    if out.shape[1:-1] != y.shape[1:]:
-        return f"the model gives logits of shape {tuple(out.shape[1:])}, the next words have {tuple(y.shape[1:])}"
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= out.shape[-1]:
-        return f"the next words run from {low} to {high}, but the model has words 0 to {out.shape[-1] - 1}"
-    return None
-
-
 def _surprise(out: Tensor, y: Tensor) -> Tensor:
     return -out
 
 
 def _doubt(out: Tensor, y: Tensor) -> Tensor:
     return -out.log_softmax(-1).amax(-1)
-
-
-def _check_density(out: Tensor, y: Tensor) -> str | None:
-    return None if out.dim() == 1 else f"the model must give one log-likelihood per row, not {tuple(out.shape[1:])}"
-
-
-def _check_targets(out: Tensor, y: Tensor) -> str | None:
-    if not y.is_floating_point():
-        return f"targets of a regression must be floating point, got {y.dtype}"
-    if out.shape[1:] != y.shape[1:] and (out.shape[1:] != (1,) or y.dim() > 1):
-        return f"the model gives outputs of shape {tuple(out.shape[1:])}, the targets have {tuple(y.shape[1:])}"
-    return None

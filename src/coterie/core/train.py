@@ -17,7 +17,7 @@ from torch.func import vmap
 from coterie.core.key import Key
 from coterie.core.local import gradient_of, hold_out, local_update, mean_loss, minibatches, nearest, pick
 from coterie.core.pytree import Params, leaves, take, tree_map
-from coterie.core.step import FIRST, ClientStep, Local, Reply
+from coterie.core.step import FIRST, ClientStep, Local, Reply, Secrecy
 from coterie.core.task import Data, Task
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ _BATCHES = 1  # stream under a client's key
 
 Weights = Literal["uniform", "size"]
 
+SECRECY: dict[str, Secrecy] = {"label": "hidden", "loss": "mean", "held": "mean", "held_rows": "mean"}
+
 
 class Models(NamedTuple):
     """The message of a `Train` step: the models, and how to train them.
@@ -34,7 +36,7 @@ class Models(NamedTuple):
     Attributes:
         theta: Models to choose among (k, …), or the one model to train (…). Where several starts run side by side, an
             axis of starts comes first.
-        lr: The step size γ.
+        lr: The step size γ, for all models or one for each of them.
         label: The cluster of the one model; `()` where clients choose or there is one cluster only.
         common: Parameters that all k models share, sent once.
     """
@@ -46,7 +48,13 @@ class Models(NamedTuple):
 
     def rows(self, index: Tensor) -> Self:
         """The message for one client that is sent only these rows of all models, and of their labels."""
-        return self._replace(theta=take(self.theta, index), label=take(self.label, index))
+        own = self._replace(theta=take(self.theta, index), label=take(self.label, index))
+        return own._replace(lr=take(self.lr, index)) if self.lr_each else own
+
+    @property
+    def lr_each(self) -> bool:
+        """Whether every model has a step size of its own."""
+        return isinstance(self.lr, Tensor) and self.lr.dim() > 0
 
 
 def own_rows(message: Any, index: Tensor) -> Any:
@@ -149,6 +157,7 @@ class Train:
         starts: How many starts run side by side, each with k models of its own; None where there is no such axis.
         weights: How heavily a client counts: "uniform", or by its number of rows ("size").
         rows: Which rows serve for what; None uses all for everything.
+        send: Whether the client replies with the trained "model", or with the "change" from the one it was sent.
         full_loss: Whether the loss in the note is that on all rows, where a client neither chooses nor trains on all.
             Otherwise it is that on the rows of the first step.
 
@@ -169,12 +178,18 @@ class Train:
     starts: int | None = None
     weights: Weights = "uniform"
     rows: Rows | None = None
+    send: Literal["model", "change"] = "model"
     full_loss: bool = False
 
     @property
-    def draws(self) -> bool:
-        """Whether a client needs random numbers."""
-        return self.rows is not None or self.by.batch is not None
+    def holdout(self) -> float:
+        """Share of each client's rows that is kept out of training."""
+        return self.rows.holdout if self.rows else 0.0
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether a client trains on the same rows in every step and every round."""
+        return self.by.batch is None and (self.rows is None or self.rows.fresh is None)
 
     def derive(self, task: Task) -> ClientStep:
         """What one client does: the reference."""
@@ -187,7 +202,9 @@ class Train:
                 theta = take(theta, label)
             elif self.full_loss:
                 loss = mean_loss(task, theta, self._rows(local, "choose"))
-            update, first = self.by(task, theta, *self._training_rows(local, lr))
+            update, first = self.by(task, theta, *self._arguments(local, lr))
+            if self.send == "change":
+                update = tree_map(torch.sub, update, theta)
             return _Outcome(update, label, first if loss is None else loss, self._held(task, theta, local))
 
         def run(sent: Models, local: Local) -> Reply:
@@ -196,8 +213,7 @@ class Train:
             each = _each_start(one_start, in_dims=(0, 0, 0, None, None))
             return self._reply(each(sent.theta, sent.common, sent.label, sent.lr, local), local)
 
-        secrecy = {"label": "hidden", "loss": "mean", "held": "mean", "held_rows": "mean"}
-        return ClientStep(run, self.draw if self.draws else None, secrecy)
+        return ClientStep(run, self.draw if self.rows or self.by.batch else None, SECRECY)
 
     def draw(self, n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
         """The random numbers of a client with n rows."""
@@ -210,20 +226,18 @@ class Train:
     def _rows(self, local: Local, purpose: str) -> Data:
         return pick(local.data, local.draws[purpose]) if self.rows else local.data
 
-    def _training_rows(self, local: Local, lr: Any) -> tuple[Data, Any, Tensor | None]:
+    def training_rows(self, local: Local) -> Data:
+        """The rows that a client trains on."""
+        return self._rows(local, "train")
+
+    def _arguments(self, local: Local, lr: Any) -> tuple[Data, Any, Tensor | None]:
         """The arguments of `by` after the model. Minibatches number the rows of the whole client."""
         if self.by.batch is not None:
             return local.data, lr, local.draws["batches"]
-        return self._rows(local, "train"), lr, None
+        return self.training_rows(local), lr, None
 
     def _held(self, task: Task, theta: Params, local: Local) -> Tensor | tuple[()]:
-        if not self._holds_out:
-            return ()
-        return mean_loss(task, theta, pick(local.data, local.draws["held"]))
-
-    @property
-    def _holds_out(self) -> bool:
-        return self.rows is not None and self.rows.holdout > 0
+        return mean_loss(task, theta, pick(local.data, local.draws["held"])) if self.holdout else ()
 
     def _reply(self, found: _Outcome, local: Local) -> Reply:
         note = {"loss": found.loss}

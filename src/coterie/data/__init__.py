@@ -1,4 +1,4 @@
-"""Federations to try things on: generators with known groups, public data sets, and ways to make clients differ."""
+"""Data for experiments: generators with known groups, public data sets, and functions that make clients differ."""
 
 from coterie.data.cifar import cifar10
 from coterie.data.digits import digits, permuted_digits, rotated_digits

@@ -1,4 +1,4 @@
-"""CIFAR-10, from its binary version."""
+"""The CIFAR-10 data set, read from its binary version."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from coterie.data.source import dataset, deal, download, folder, keep
 
 _URL, _MD5 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"
 _FILES = [f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
-_RECORDS, _SHAPE = 10_000, (3, 32, 32)  # images of a file; of each there is a byte for the label, then the pixels
+_RECORDS, _SHAPE = 10_000, (3, 32, 32)  # images per file; each is a byte for the label, then the pixels
 _MEANS, _DEVIATIONS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataset
 def cifar10(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
-    """CIFAR-10 dealt to clients at random: one group. Each colour has mean 0 and standard deviation 1.
+    """CIFAR-10 distributed to clients at random, as one group. Each colour has mean 0 and standard deviation 1.
 
     Args:
-        clients: m.
-        seed: Of the shuffling.
-        rows: Training images per client; None deals all 50,000.
+        clients: Number of clients m.
+        seed: Seed of the shuffling.
+        rows: Number of training images per client; None distributes all 50,000.
     """
     dealt = deal(*_images(), clients=clients, seed=seed, rows=rows)
     return replace(dealt, train=_standardised(dealt.train), test=dealt.test and _standardised(dealt.test))
@@ -38,14 +38,14 @@ def _standardised(part: Packed) -> Packed:
 
 
 def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The images as bytes: dealing copies them, and as numbers they are four times as large."""
+    """Return the images as bytes, because `deal` copies them and floats would take four times the memory."""
     _complete()
     *train, test = (_records(name) for name in _FILES)
     return torch.cat([x for x, _ in train]), torch.cat([y for _, y in train]), *test
 
 
 def _complete() -> None:
-    """Download what is not in the data folder."""
+    """Download the files that are missing from the data folder."""
     if not (missing := [name for name in _FILES if not (folder() / name).exists()]):
         return
     with tarfile.open(fileobj=io.BytesIO(download(missing[0], _URL, _MD5, "md5"))) as archive:

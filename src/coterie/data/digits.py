@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 embedded digits (8 × 8): no download, so the demo and the tests run anywhere."""
+"""The 1,797 digits (8 × 8) that scikit-learn includes: no download, so the demo and the tests run anywhere."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ _TEST = 360  # images kept for testing
 
 @dataset
 def digits(clients: int, seed: int = 0, copies: int = 1) -> Federation:
-    """Digits dealt to clients at random: one group.
+    """Digits distributed to clients at random, as one group.
 
     Args:
-        clients: m.
-        seed: Of the shuffling.
-        copies: See `coterie.data.deal`.
+        clients: Number of clients m, a multiple of `copies`.
+        seed: Seed of the shuffling.
+        copies: Number of equal blocks of clients. Each block gets all images, in a different order.
     """
     return deal(*_images(), clients=clients, seed=seed, copies=copies)
 
 
 @dataset
 def rotated_digits(clients: int, seed: int = 0, groups: int = 4) -> Federation:
-    """Digits turned by 0, 90, 180, 270 degrees, one angle per group of clients; every image occurs at every angle.
+    """Digits rotated by 0, 90, 180 or 270 degrees, one angle per group of clients; every image occurs at every angle.
+
+    Args:
+        clients: Number of clients m, a multiple of `groups`.
+        seed: Seed of the shuffling.
+        groups: Number of angles, 1 to 4.
 
     Example:
         >>> federation = rotated_digits(clients=8, seed=0)
@@ -40,7 +45,12 @@ def rotated_digits(clients: int, seed: int = 0, groups: int = 4) -> Federation:
 
 @dataset
 def permuted_digits(clients: int, groups: int = 4, seed: int = 0) -> Federation:
-    """Digits whose labels are permuted, one permutation per group of clients.
+    """Digits whose labels are permuted, with one permutation per group of clients.
+
+    Args:
+        clients: Number of clients m, at least `groups`.
+        groups: Number of permutations.
+        seed: Seed of the shuffling and of the permutations.
 
     Example:
         >>> permuted_digits(clients=8, groups=2, seed=0).groups.tolist()

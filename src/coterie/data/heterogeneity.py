@@ -1,7 +1,7 @@
-"""Ways to make clients differ. Each takes a federation and returns one that knows its true groups.
+"""Functions that make clients differ. Each takes a federation and returns a new one with its true groups.
 
-They compose: `dirichlet(rotate(digits(80), 4), alpha=0.5)`. A change that makes groups splits every group there is
-already; one that deals rows anew does so within the groups, so that it never blurs them.
+They compose: `dirichlet(rotate(digits(80), 4), alpha=0.5)`. A change that makes groups splits every existing group; a
+change that redistributes rows does so within each group, so that it never mixes groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from coterie.data.source import change
 
 @change
 def rotate(federation: Federation, groups: int = 4) -> Federation:
-    """Turn images by 90 degrees times the group's number."""
+    """Rotate images by 90 degrees times the number of the client's group.
+
+    Args:
+        federation: Clients whose rows are images.
+        groups: Number of new groups, 1 to 4, into which every existing group is split.
+    """
     if not 1 <= groups <= 4:
         raise ValueError(f"rotate: groups must be 1 to 4, the quarter turns there are, got {groups}")
     if federation.train.x.dim() < 3:
@@ -31,7 +36,14 @@ def rotate(federation: Federation, groups: int = 4) -> Federation:
 
 @change
 def random_background(federation: Federation, seed: int = 0) -> Federation:
-    """Give every black pixel (below 0.01) a random grey, so that a density says more of strokes than of background."""
+    """Replace every black pixel (below 0.01) by a random grey value.
+
+    A density model of such images depends more on the strokes than on the background.
+
+    Args:
+        federation: Clients whose rows are images with pixels from 0 to 1.
+        seed: Seed of the grey values.
+    """
 
     def greyed(i: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         noise = torch.randint(256, x.shape, generator=Key.of(seed).fold(i).generator()) / 255
@@ -42,7 +54,13 @@ def random_background(federation: Federation, seed: int = 0) -> Federation:
 
 @change
 def swap_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Federation:
-    """Exchange two labels, another pair in every group (the CFL paper's label swap)."""
+    """Swap two labels, a different pair in every group (the CFL paper's label swap).
+
+    Args:
+        federation: Clients with one class label per row.
+        groups: Number of new groups into which every existing group is split; at most the number of pairs of labels.
+        seed: Seed of the choice of pairs.
+    """
     classes = _classes(federation)
     pairs = torch.combinations(torch.arange(classes))
     if not 1 <= groups <= len(pairs):
@@ -56,13 +74,19 @@ def swap_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Feder
 
 @change
 def permute_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Federation:
-    """Permute the labels, another permutation in every group."""
+    """Permute the labels, with a different permutation in every group.
+
+    Args:
+        federation: Clients with one class label per row.
+        groups: Number of new groups into which every existing group is split; at most the number of permutations.
+        seed: Seed of the permutations.
+    """
     classes = _classes(federation)
     if not 1 <= groups <= (most := math.factorial(classes)):
         raise ValueError(f"permute_labels: groups must be 1 to {most} for {classes} classes, got {groups}")
     draws: list[Tensor] = []
     g = Key.of(seed).generator()
-    while len(draws) < groups:  # few repeat unless nearly all there are were asked for
+    while len(draws) < groups:  # repeats are rare unless nearly all permutations are requested
         draw = torch.randperm(classes, generator=g)
         if not any(torch.equal(draw, old) for old in draws):
             draws.append(draw)
@@ -71,38 +95,39 @@ def permute_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Fe
 
 @change
 def quantity_skew(federation: Federation, alpha: float = 0.5, seed: int = 0) -> Federation:
-    """Deal the rows of every group anew so that clients' shares follow a symmetric Dirichlet law.
+    """Redistribute the rows of every group so that clients' shares follow a symmetric Dirichlet distribution.
 
     Args:
-        federation: Whose rows are dealt.
-        alpha: The smaller, the more unequal the clients.
-        seed: Of the draw.
+        federation: The clients whose rows are redistributed.
+        alpha: Concentration of the distribution; smaller values make the clients' sizes more unequal.
+        seed: Seed of the shares and of the shuffling.
     """
     return _deal_anew(federation, alpha, seed, by_label=False)
 
 
 @change
 def dirichlet(federation: Federation, alpha: float = 0.5, seed: int = 0) -> Federation:
-    """Deal the rows of every group anew so that each label's rows are shared among clients by a Dirichlet law.
+    """Redistribute the rows of every group so that each label's rows are shared by a Dirichlet distribution.
 
-    It draws once and gives every client at least one row from the largest, so it always ends.
+    Shares are drawn once, and a client without training rows gets one from the largest client, so there is no retry
+    that might not end.
 
     Args:
-        federation: Whose rows are dealt.
-        alpha: The smaller, the fewer labels a client has.
-        seed: Of the draw.
+        federation: The clients whose rows are redistributed; one class label per row.
+        alpha: Concentration of the distribution; smaller values give a client fewer labels.
+        seed: Seed of the shares and of the shuffling.
     """
     return _deal_anew(federation, alpha, seed, by_label=True)
 
 
 @change
 def mixture(federation: Federation, p: float = 1.0, seed: int = 0) -> Federation:
-    """Clients keep a share p of their rows; the rest is pooled over all groups and dealt back at random.
+    """Keep a fraction p of each client's rows; pool the others over all groups and distribute them at random.
 
     Args:
-        federation: Whose rows are mixed.
-        p: 1 leaves every client with rows of its own group only, 0 makes all clients alike.
-        seed: Of the draw.
+        federation: The clients whose rows are mixed.
+        p: With 1 every client has rows of its own group only; with 0 all clients are alike.
+        seed: Seed of the choice of rows and of the shuffling.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"mixture: p must be between 0 and 1, got {p}")
@@ -111,7 +136,7 @@ def mixture(federation: Federation, p: float = 1.0, seed: int = 0) -> Federation
         owner = torch.repeat_interleave(torch.arange(len(federation)), part.sizes)
         g = Key.of(seed).fold(stream).generator()
         noise = torch.rand(len(owner), generator=g)
-        rank = (owner + noise).argsort().argsort() - part.offsets[owner]  # a random place within the client
+        rank = (owner + noise).argsort().argsort() - part.offsets[owner]  # a random position within the client
         loose = (rank >= (p * part.sizes[owner]).round()).nonzero().flatten()
         order = torch.arange(len(owner))
         order[loose] = loose[torch.randperm(len(loose), generator=g)]
@@ -122,14 +147,15 @@ def mixture(federation: Federation, p: float = 1.0, seed: int = 0) -> Federation
 
 @change
 def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
-    """Clients fall into equal blocks, each of which keeps only the rows of its own labels.
+    """Split the clients into equal blocks, each of which keeps only the rows of its own labels.
 
-    Such clients are unlike but congruent (the CFL paper's word): one model serves them all, so true groups stay what
-    they were. Every group there is gets all blocks.
+    Such clients differ but are congruent (the CFL paper's word): one model fits them all, so the true groups do not
+    change. Every existing group is split into all blocks.
 
     Args:
-        federation: Whose rows are left out, of train and test.
-        blocks: Block b keeps the b-th part of the labels: of ten in two blocks 0 to 4, and 5 to 9.
+        federation: Clients with one class label per row. Training and test rows of other labels are dropped.
+        blocks: Number of blocks. Block b keeps the b-th part of the labels: of ten labels in two blocks, 0 to 4 and
+            5 to 9.
 
     Example:
         >>> from coterie.data.digits import digits
@@ -153,7 +179,7 @@ def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
 
 
 def _parts(federation: Federation, groups: int) -> Tensor:
-    """Split every group there is into `groups` blocks of equal size: the block of each client."""
+    """Split every existing group into `groups` blocks of equal size, and return the block of each client (m,)."""
     if groups < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
     old = federation.groups if federation.groups is not None else torch.zeros(len(federation), dtype=torch.long)
@@ -167,7 +193,7 @@ def _parts(federation: Federation, groups: int) -> Tensor:
 
 
 def _cross(old: Tensor | None, part: Tensor) -> Tensor:
-    """Number the pairs (old group, new group) that occur."""
+    """Return the group of each client, numbering the pairs (old group, new block) that occur."""
     return part if old is None else (old * (part.max() + 1) + part).unique(return_inverse=True)[1]
 
 
@@ -207,7 +233,7 @@ def _deal_anew(federation: Federation, alpha: float, seed: int, *, by_label: boo
 
 
 def _dirichlet(clients: int, classes: int, alpha: float, key: Key) -> Tensor:
-    """Shares (clients, classes) that sum to one over the clients."""
+    """Return shares (clients, classes) that sum to one over the clients."""
     import numpy as np
 
     draws = np.random.default_rng(key.seed()).dirichlet(np.full(clients, alpha), size=classes)
@@ -215,7 +241,7 @@ def _dirichlet(clients: int, classes: int, alpha: float, key: Key) -> Tensor:
 
 
 def _cut(rows: Tensor, kind: Tensor, shares: Tensor, least: int) -> list[Tensor]:
-    """Cut the rows of each kind by the clients' shares; a client short of `least` rows gets some of the largest's."""
+    """Split the rows of each kind by the clients' shares; the largest gives rows to clients with fewer than `least`."""
     piles: list[list[Tensor]] = [[] for _ in shares]
     for c in range(shares.shape[1]):
         own = rows[kind == c]

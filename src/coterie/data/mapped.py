@@ -1,4 +1,4 @@
-"""Federations in folders, which may be larger than memory."""
+"""Federations stored in folders, which may be larger than memory."""
 
 from __future__ import annotations
 
@@ -8,5 +8,9 @@ from coterie.data.source import dataset
 
 @dataset
 def mapped(path: str) -> Federation:
-    """The folder `path`, which `Federation.create` wrote."""
+    """A federation stored in a folder by `Federation.create`, mapped into memory.
+
+    Args:
+        path: The folder.
+    """
     return Federation.open(path)

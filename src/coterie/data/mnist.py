@@ -1,4 +1,4 @@
-"""MNIST, from its four idx files."""
+"""The MNIST data set, read from its four idx files."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _FILES = {
 
 @dataset
 def mnist(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
-    """MNIST dealt to clients at random: one group.
+    """MNIST distributed to clients at random, as one group.
 
     Args:
-        clients: m.
-        seed: Of the shuffling.
-        rows: Training images per client; None deals all 60,000.
+        clients: Number of clients m.
+        seed: Seed of the shuffling.
+        rows: Number of training images per client; None distributes all 60,000.
     """
     return deal(*images(), clients=clients, seed=seed, rows=rows)
 
 
 @dataset
 def rotated_mnist(clients: int, rows: int, seed: int = 0, groups: int = 4) -> Federation:
-    """The IFCA paper's rotated MNIST (Section 6.2): each group turns all of MNIST by its own angle.
+    """The IFCA paper's rotated MNIST (Section 6.2), in which each group rotates all of MNIST by its own angle.
 
-    Every group shuffles all 60,000 training images and cuts them into clients of `rows` images. Its test images are
-    cut, unshuffled, into machines of `rows`; each is the test data of equally many clients, so that the mean over
-    clients is the paper's mean over test machines.
+    In every group all 60,000 training images are shuffled and split into clients of `rows` images. The group's test
+    images are split, unshuffled, into machines of `rows`; each is the test data of equally many clients, so that the
+    mean over clients is the paper's mean over test machines.
 
     Args:
-        clients: m, at most groups · 60,000 / rows.
-        rows: n, images per client.
-        seed: Of the shuffling.
-        groups: Quarter turns, 1 to 4.
+        clients: Number of clients m, at most groups · 60,000 / rows.
+        rows: Number of images per client n.
+        seed: Seed of the shuffling.
+        groups: Number of groups, 1 to 4; group g is rotated by g quarter turns.
     """
     if not 1 <= groups <= 4:
         raise ValueError(f"rotated_mnist: groups must be 1 to 4, the quarter turns there are, got {groups}")
@@ -84,14 +84,15 @@ def mnist_digits(
     clients: int | None = None,
     points: int | None = None,
 ) -> Federation:
-    """MNIST as unlabelled points whose clusters are the digits; y holds the cluster, for scores.
+    """MNIST as unlabelled points whose clusters are the digits; y holds the true cluster, for scores only.
 
     Args:
-        p: Heterogeneity: the part of a digit's images that goes to clients of its own; the others go to any.
-        seed: Of the dealing.
-        digits: Which.
-        clients: None takes one for each digit.
-        points: Training images taken of each digit, at most; None takes all.
+        p: Heterogeneity: the fraction of a digit's images that goes to the clients of that digit; the others go to any
+            client. Client i belongs to the i-th digit modulo the number of digits.
+        seed: Seed of the distribution to clients.
+        digits: The digits to use.
+        clients: Number of clients; None takes one for each digit.
+        points: Largest number of training images per digit; None takes all.
     """
     _check_digits("mnist_digits", digits)
     _check_counts("mnist_digits", clients=clients, points=points)
@@ -105,14 +106,15 @@ def mnist_digits(
 def mnist_rotations(
     p: float = 0.0, seed: int = 0, *, digit: int = 2, clients: int | None = None, points: int | None = None
 ) -> Federation:
-    """One digit of MNIST, every image in all quarter turns: unlabelled points whose clusters are the turns.
+    """One digit of MNIST, every image in all four rotations: unlabelled points whose clusters are the rotations.
 
     Args:
-        p: Heterogeneity, as for `mnist_digits`.
-        seed: Of the dealing.
-        digit: Which. Of some, such as 0 and 8, turns cannot be told apart.
-        clients: None takes four.
-        points: Training images taken, at most; None takes all.
+        p: Heterogeneity: the fraction of a rotation's images that goes to the clients of that rotation; the others go
+            to any client. Client i belongs to rotation i modulo 4.
+        seed: Seed of the distribution to clients.
+        digit: The digit to use. The rotations of some digits, such as 0 and 8, cannot be distinguished.
+        clients: Number of clients; None takes four.
+        points: Largest number of training images to use, before rotation; None takes all.
     """
     _check_digits("mnist_rotations", (digit,))
     _check_counts("mnist_rotations", clients=clients, points=points)
@@ -134,14 +136,14 @@ def _check_counts(name: str, **counts: int | None) -> None:
 
 
 def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (60000, 1, 28, 28) in [0, 1], their digits, and the same of the test images."""
+    """Return the training images (60000, 1, 28, 28) in [0, 1], their digits, the test images and their digits."""
     parts = [_idx(fetch(f"mnist/{name}", _HOME + name, digest)) for name, digest in _FILES.items()]
     x, y, x_test, y_test = (torch.from_numpy(p) for p in parts)
     return x[:, None].float() / 255, y.long(), x_test[:, None].float() / 255, y_test.long()
 
 
 def _idx(path: Path) -> np.ndarray:
-    """An idx file of bytes: two zeros, the type, the number of axes, their lengths, the values."""
+    """Read an idx file of bytes: two zeros, the type, the number of axes, their lengths, the values."""
     raw = gzip.decompress(path.read_bytes())
     axes = raw[3]
     shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])

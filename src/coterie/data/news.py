@@ -1,4 +1,4 @@
-"""News by topic, for language models: AG News and 20 Newsgroups."""
+"""News texts by topic, for language models: AG News and 20 Newsgroups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Document = list[str]  # its words
 Topics = list[list[Document]]  # the documents of every topic
 
 _TOPICS = 4
-_UNKNOWN, _END = 0, 1  # the numbers of a word that is not in the vocabulary, and of the end of a document
+_UNKNOWN, _END = 0, 1  # the indices of an unknown word, and of the end of a document
 _COARSE = {"comp": 0, "rec": 1, "sci": 2, "talk": 3, "alt": 3, "soc": 3}  # misc.forsale is left out
 _NUMBER, _RUN, _WORD = r"\d+(?:[.,]\d+)*", r"([^\w\s]|_)\1+", r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]|_"
 _ENTITY, _TAG = r" ?&?(#\d+|amp|gt|lt|quot);", r"<[^<>]*>"  # AG News has " #39;" for an apostrophe
@@ -29,15 +29,15 @@ _ENTITY, _TAG = r" ?&?(#\d+|amp|gt|lt|quot);", r"<[^<>]*>"  # AG News has " #39;
 
 @dataset
 def ag_news(clients: int, seed: int = 0, words: int = 5000, length: int = 20, pool: bool = False) -> Federation:
-    """AG News: the next word of news of one topic per client. The groups are world, sports, business, technology.
+    """AG News, for predicting the next word; one topic per client. Groups: world, sports, business, technology.
 
     Args:
-        clients: m, a multiple of 4.
-        seed: Of the dealing of documents.
-        words: Size of the vocabulary, with the word for unknown words and the one that ends a document.
-        length: Words per row: x (n, length) are words, y (n, length) the words that come next.
-        pool: Also deal the documents of the test file out, and test on every tenth document of a client; for an
-            incomplete train.csv.
+        clients: Number of clients m, a multiple of 4.
+        seed: Seed of the distribution of documents to clients.
+        words: Size of the vocabulary, including the words for unknown words and for the end of a document.
+        length: Words per row: x (n, length) holds words, y (n, length) the word that follows each of them.
+        pool: Whether to distribute the documents of the test file as well, and to test on every tenth document of a
+            client; for an incomplete train.csv.
     """
     train, test = (_ag_documents(f"ag_news_csv/{part}.csv") for part in ("train", "test"))
     if not pool:
@@ -49,23 +49,28 @@ def ag_news(clients: int, seed: int = 0, words: int = 5000, length: int = 20, po
 
 @dataset
 def newsgroups(clients: int, seed: int = 0, words: int = 5000, length: int = 20) -> Federation:
-    """20 Newsgroups by date: the next word of messages of one topic per client. The groups are comp, rec, sci, talk.
+    """20 Newsgroups by date, for predicting the next word; one topic per client. Groups: comp, rec, sci, talk.
 
-    Messages are without header and quoted lines. alt.atheism and soc.religion.christian are dealt with talk.*, and
-    misc.forsale is left out.
+    Headers and quoted lines are removed from messages. alt.atheism and soc.religion.christian belong to the group of
+    talk.*, and misc.forsale is left out.
 
     Args:
-        clients: m, a multiple of 4.
-        seed: Of the dealing of messages.
-        words: Size of the vocabulary, with the word for unknown words and the one that ends a message.
-        length: Words per row: x (n, length) are words, y (n, length) the words that come next.
+        clients: Number of clients m, a multiple of 4.
+        seed: Seed of the distribution of messages to clients.
+        words: Size of the vocabulary, including the words for unknown words and for the end of a message.
+        length: Words per row: x (n, length) holds words, y (n, length) the word that follows each of them.
     """
     train, test = (_messages(f"20news-bydate/20news-bydate-{part}") for part in ("train", "test"))
     return _federation(_dealt(train, clients, seed, 0), _dealt(test, clients, seed, 1), words, length)
 
 
 def split_words(text: str) -> Document:
-    """Words and punctuation in lower case; every number is the word 0, a run of one mark is the mark.
+    """Split a text into lower-case words and punctuation marks.
+
+    Every number becomes the word 0, and a repeated mark becomes a single one.
+
+    Args:
+        text: The text.
 
     Example:
         >>> split_words("It's up 1,204.5 points -- B52s don't care...")
@@ -75,7 +80,7 @@ def split_words(text: str) -> Document:
 
 
 def _federation(train: list[list[Document]], test: list[list[Document]], words: int, length: int) -> Federation:
-    """From the documents of every client, who come topic by topic."""
+    """Make a federation from the documents of every client, where clients are in the order of their topics."""
     if words < 3 or length < 1:
         raise ValueError(f"words must be at least 3 and length at least 1, got {words} and {length}")
     counts = Counter(chain.from_iterable(chain.from_iterable(train)))
@@ -86,14 +91,14 @@ def _federation(train: list[list[Document]], test: list[list[Document]], words: 
 
 
 def _windows(documents: list[Document], numbers: dict[str, int], length: int) -> tuple[Tensor, Tensor]:
-    """The documents end to end, cut into rows of `length` words: (x, y), y being a word ahead of x."""
+    """Join the documents and split them into rows of `length` words: (x, y), where y is one word ahead of x."""
     stream = torch.tensor([i for words in documents for i in (*(numbers.get(w, _UNKNOWN) for w in words), _END)])
     used = max(0, len(stream) - 1) // length * length
     return stream[:used].reshape(-1, length).long(), stream[1 : used + 1].reshape(-1, length).long()
 
 
 def _dealt(topics: Topics, clients: int, seed: int, stream: int) -> list[list[Document]]:
-    """The documents of every client: those of each topic, shuffled, go round its clients."""
+    """Return the documents of every client: each topic's are shuffled and given to its clients in turn."""
     if clients < 1 or clients % _TOPICS:
         raise ValueError(f"clients must be a positive multiple of {_TOPICS}, got {clients}")
     dealt: list[list[Document]] = []
@@ -104,7 +109,7 @@ def _dealt(topics: Topics, clients: int, seed: int, stream: int) -> list[list[Do
 
 
 def _ag_documents(name: str) -> Topics:
-    """Rows of class 1 to 4, title, description."""
+    """Read the documents of a CSV file whose rows are a class from 1 to 4, a title and a description."""
     path = _found(name, "AG News", "https://s3.amazonaws.com/fast-ai-nlp/ag_news_csv.tgz", "")
     topics: Topics = [[] for _ in range(_TOPICS)]
     with path.open(encoding="utf-8", newline="") as file:
@@ -120,7 +125,7 @@ def _unescaped(text: str) -> str:
 
 
 def _messages(name: str) -> Topics:
-    """A folder per newsgroup, a file per message."""
+    """Read the messages of a folder that has a folder per newsgroup with a file per message."""
     home = "http://qwone.com/~jason/20Newsgroups/20news-bydate.tar.gz"
     path = _found(name, "20 Newsgroups", home, "/20news-bydate")
     topics: Topics = [[] for _ in range(_TOPICS)]
@@ -131,14 +136,14 @@ def _messages(name: str) -> Topics:
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Every newsgroup's name with every message, in an order that is the same everywhere."""
+    """Yield (newsgroup, message), sorted by name so that the order is the same on every machine."""
     for group in sorted(path.iterdir()):
         for message in sorted(group.iterdir()):
             yield group.name, message.read_text(encoding="latin-1")
 
 
 def _body(message: str) -> str:
-    """Without the header, which gives the group away, and without what was quoted from others."""
+    """Remove the header, which names the newsgroup, and the lines that are quoted from other messages."""
     lines = message.partition("\n\n")[2].splitlines()
     return "\n".join(line for line in lines if not line.startswith(">"))
 

@@ -1,4 +1,4 @@
-"""Unlabelled points of several clusters at every client; y holds the true cluster, which only scores are made of."""
+"""Unlabelled points, of several clusters at each client; y holds the true cluster, which is used for scores only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.data.source import dataset
 
-_TRUTH, _LABELS, _POINTS = range(3)  # streams under the seed
+_TRUTH, _LABELS, _POINTS = range(3)  # independent random streams of a seed
 
 
 @dataset
@@ -27,17 +27,18 @@ def gaussian_clusters(
     separation: float = 5.0,
     sigma: float = 1.0,
 ) -> Federation:
-    """Points around k centres, whose coordinates are 0 or R with equal chance.
+    """Points around k centres, whose coordinates are 0 or R with equal probability.
 
     Args:
-        k: Clusters.
-        p: Heterogeneity: the part of each client's points that is of a single cluster; the others are of any.
-        seed: Of everything.
-        clients: None takes k.
-        points: Of each client.
-        d: Dimensions.
-        separation: R.
-        sigma: Standard deviation around the centres.
+        k: Number of clusters.
+        p: Heterogeneity: the fraction of each client's points that belongs to the client's own cluster, which is i
+            modulo k for client i; the other points belong to any cluster.
+        seed: Seed of the centres, the clusters and the points.
+        clients: Number of clients; None takes k.
+        points: Number of points per client.
+        d: Number of dimensions.
+        separation: The coordinate R.
+        sigma: Standard deviation of the points around their centre.
 
     Example:
         >>> federation = gaussian_clusters(k=4, p=1.0, points=10)
@@ -49,19 +50,28 @@ def gaussian_clusters(
 
 
 def gaussian_centres(k: int, d: int, separation: float, seed: int) -> Tensor:
-    """The centres of `gaussian_clusters` (k, d), by which the Bayes rule assigns a point to the nearest."""
+    """Return the centres (k, d) of `gaussian_clusters` with the same arguments.
+
+    The Bayes rule assigns a point to the nearest of them.
+
+    Args:
+        k: Number of clusters.
+        d: Number of dimensions.
+        separation: The coordinate R.
+        seed: Seed of the draws.
+    """
     _check_counts(k=k, d=d)
     if k > 2**d:
         raise ValueError(f"gaussian_clusters: of {d} dimensions there are {2**d} centres, got k = {k}")
     g = Key.of(seed).fold(_TRUTH).generator()
     high = torch.rand(k, d, generator=g) < 0.5
-    while bool((again := _repeated(high)).any()):  # two clusters of one centre would be one
+    while bool((again := _repeated(high)).any()):  # two clusters with the same centre would be one cluster
         high[again] = torch.rand(int(again.sum()), d, generator=g) < 0.5
     return separation * high.float()
 
 
 def _repeated(rows: Tensor) -> Tensor:
-    """Which rows are the same as one before (n,)."""
+    """Return which rows are equal to an earlier row (n,)."""
     place = torch.arange(len(rows))
     same = rows.unique(dim=0, return_inverse=True)[1]
     first = torch.full_like(place, len(rows)).scatter_reduce(0, same, place, "amin")
@@ -79,16 +89,17 @@ def subspace_clusters(
     d: int = 32,
     subspace: int = 16,
 ) -> Federation:
-    """Points of k random subspaces through the origin, standard normal within each.
+    """Points in k random subspaces through the origin, with a standard normal distribution within each.
 
     Args:
-        k: Clusters.
-        p: Heterogeneity, as for `gaussian_clusters`.
-        seed: Of everything.
-        clients: None takes k.
-        points: Of each client.
-        d: Dimensions.
-        subspace: Dimensions of each subspace.
+        k: Number of clusters.
+        p: Heterogeneity: the fraction of each client's points that belongs to the client's own cluster, which is i
+            modulo k for client i; the other points belong to any cluster.
+        seed: Seed of the subspaces, the clusters and the points.
+        clients: Number of clients; None takes k.
+        points: Number of points per client.
+        d: Number of dimensions.
+        subspace: Number of dimensions of each subspace.
     """
     _check_counts(k=k, d=d)
     if not 1 <= subspace <= d:
@@ -118,14 +129,15 @@ def _check_counts(**counts: int) -> None:
 
 
 def dealt(x: Tensor, z: Tensor, p: float, clients: int, key: Key) -> Federation:
-    """Rows of known clusters, each once: of every cluster a part p to clients of its own, the others to any.
+    """Distribute rows of known clusters to clients; every row is used once.
 
     Args:
-        x: Rows.
-        z: Their clusters, 0 to k - 1.
-        p: Heterogeneity, as for `gaussian_clusters`.
-        clients: Client i belongs to cluster i modulo k.
-        key: Of the shuffling.
+        x: The rows.
+        z: The cluster of each row, 0 to k - 1.
+        p: Heterogeneity: the fraction of each cluster's rows that goes to the clients of that cluster; the others go to
+            any client.
+        clients: Number of clients. Client i belongs to cluster i modulo k.
+        key: Key of the shuffling.
 
     Example:
         >>> z = torch.arange(3).repeat(4)
@@ -155,7 +167,16 @@ def dealt(x: Tensor, z: Tensor, p: float, clients: int, key: Key) -> Federation:
 
 
 def mixed_clusters(k: int, p: float, clients: int, points: int, key: Key) -> Tensor:
-    """The cluster of every point (clients · points,): the first s·p of a client are of one, the others of any."""
+    """Return the cluster of every point (clients · points,).
+
+    Args:
+        k: Number of clusters.
+        p: Heterogeneity: the fraction of each client's points, the first ones, that belongs to the client's own
+            cluster, which is i modulo k for client i; the other points belong to any cluster.
+        clients: Number of clients.
+        points: Number of points per client.
+        key: Key of the draws.
+    """
     _check_share(p)
     any_of = torch.randint(k, (clients, points), generator=key.generator())
     own = (torch.arange(clients) % k)[:, None]

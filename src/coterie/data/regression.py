@@ -1,4 +1,4 @@
-"""Mixed linear regression as Su, Xu and Yang (2022) have it: many clients with two rows, few with many."""
+"""Mixed linear regression as in Su, Xu and Yang (2022): many clients with two rows, few clients with many rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.data.source import dataset
 
-_TRUTH, _LABELS, _SIZES, _ROWS, _SPREAD = range(5)  # streams under the seed
+_TRUTH, _LABELS, _SIZES, _ROWS, _SPREAD = range(5)  # independent random streams of a seed
 
-LONGEST = 200  # rows at most of a client whose number of rows has a heavy tail
+LONGEST = 200  # the most rows of a client whose number of rows is heavy-tailed
 
 
 @dataset
@@ -39,17 +39,18 @@ def mixed_regression(
     most rows come first.
 
     Args:
-        k: Clusters.
-        d: Features.
+        k: Number of clusters.
+        d: Number of features.
         sigma: Standard deviation σ of the noise.
-        seed: Of everything.
+        seed: Seed of the truth, the clusters, the sizes and the rows.
         radius: R = ‖θ*_j‖.
-        anchors: Clients with many rows; None takes 10k.
-        anchor_rows: How many; None takes 80k.
-        pairs: Clients with two rows; None takes 108·k²·d, which lasts for six iterations of moment descent.
-        rest: Other clients.
-        rest_rows: Their numbers of rows, each equally likely.
-        tail: If given, the numbers of rows of the rest are heavy-tailed instead: P(n ≥ s) = s^(-tail), from 1 to 200.
+        anchors: Number of anchor clients, which have many rows; None takes 10k.
+        anchor_rows: Number of rows of each anchor client; None takes 80k.
+        pairs: Number of clients with two rows; None takes 108·k²·d, enough for six iterations of moment descent.
+        rest: Number of other clients.
+        rest_rows: Possible numbers of rows of the other clients, each equally likely.
+        tail: If given, the numbers of rows of the other clients are heavy-tailed instead: P(n ≥ s) = s^(-tail), from 1
+            to 200.
         p: Shares of the clusters; None makes them equal.
         spread: (low, high): the eigenvalues of each Σ_j are drawn from this range and its eigenvectors uniformly; None
             takes Σ_j = I.
@@ -81,13 +82,20 @@ def mixed_regression(
 
 
 def regression_truth(k: int, d: int, radius: float = 1.0, seed: int = 0) -> Tensor:
-    """θ* of `mixed_regression` with the same arguments (k, d)."""
+    """Return the true models θ* (k, d) of `mixed_regression` with the same arguments.
+
+    Args:
+        k: Number of clusters.
+        d: Number of features.
+        radius: R = ‖θ*_j‖.
+        seed: Seed of the draws.
+    """
     theta = torch.randn(k, d, generator=Key.of(seed).fold(_TRUTH).generator())
     return radius * theta / theta.norm(dim=1, keepdim=True)
 
 
 def _sizes(*kinds: tuple[int, int]) -> Tensor:
-    """Rows of every client, for kinds of clients given as (how many, rows of each)."""
+    """Return the number of rows of every client, for kinds of clients given as (number of clients, rows of each)."""
     for clients, rows in kinds:
         if clients < 0 or rows < 1:
             raise ValueError(f"mixed_regression: there cannot be {clients} clients of {rows} rows each")
@@ -104,7 +112,7 @@ def _rest_sizes(rest: int, rows: tuple[int, ...], tail: float | None, key: Key) 
 
 
 def _root(d: int, spread: tuple[float, ...], key: Key) -> Tensor:
-    """Σ^(1/2) for a covariance with eigenvalues in a range and any eigenvectors."""
+    """Return Σ^(1/2) for a random covariance with eigenvalues from a range and uniform eigenvectors."""
     (low, high), g = spread, key.generator()
     basis = torch.linalg.qr(torch.randn(d, d, generator=g))[0]
     values = low + (high - low) * torch.rand(d, generator=g)

@@ -1,4 +1,4 @@
-"""Points in the space of a network's features, where what looks alike is near."""
+"""Images replaced by the features of a trained network, in which similar images are close to each other."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from coterie.data.mnist import images
 from coterie.data.source import change, folder, keep
 from coterie.models.alexnet import TURNS, AlexNet, rotnet
 
-AT_ONCE = 1000  # images that are represented together
+AT_ONCE = 1000  # images per forward pass
 
 
 @change
 def rotnet_features(federation: Federation, steps: int = 2000, seed: int = 0) -> Federation:
-    """Images of MNIST's shape as the features of a RotNet that was trained on MNIST's training images.
+    """Replace images by the features of a RotNet that was trained on MNIST's training images.
 
-    Every client would get the same trained network, as one that is publicly available, and represent its images itself.
-    The network is trained once, on a GPU if there is one (2,000 steps take seconds there, and long on a CPU), and kept
-    in the data folder.
+    In a real federation every client would get the same public, trained network and compute the features itself. The
+    network is trained once, on a GPU if there is one (2,000 steps take seconds there, and long on a CPU), and saved in
+    the data folder.
 
     Args:
-        federation: With images (1, 28, 28).
-        steps: Of training.
-        seed: Of training.
+        federation: Clients whose rows are images (1, 28, 28).
+        steps: Number of training steps of the network.
+        seed: Seed of the training.
     """
     shape = tuple(federation.train.x.shape[1:])
     if shape != (1, 28, 28):
@@ -42,7 +42,7 @@ def rotnet_features(federation: Federation, steps: int = 2000, seed: int = 0) ->
 
 @functools.lru_cache(maxsize=1)
 def _trained(steps: int, seed: int) -> tuple[AlexNet, torch.device]:
-    """All clients of a study are given the same network; it is kept in the data folder."""
+    """Return the trained network, read from the data folder if it is there, so that all runs use the same one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = folder() / "mnist" / f"rotnet-{steps}-{seed}.safetensors"
     if kept.exists():

@@ -1,4 +1,4 @@
-"""Where rows come from: the register of data sets, the data folder, and dealing rows out to clients."""
+"""The registry of data sets, the data folder, and the distribution of rows to clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ Maker = TypeVar("Maker", bound=Callable[..., Federation])
 
 
 def dataset(make: Maker) -> Maker:
-    """Register a function that makes a federation, and note its arguments in the federation's source."""
+    """Register a function that makes a federation, and record its arguments in the federation's `source`.
+
+    Args:
+        make: The function, which is registered under its name.
+    """
 
     @functools.wraps(make)
     def noted(*args: Any, **kwargs: Any) -> Federation:
@@ -36,7 +40,11 @@ def dataset(make: Maker) -> Maker:
 
 
 def change(make: Maker) -> Maker:
-    """Register a function that makes a federation from another, and add it to the federation's source."""
+    """Register a function that makes a federation from another one, and add it to the federation's `source`.
+
+    Args:
+        make: The function, which is registered under its name. Its first argument is a federation.
+    """
 
     @functools.wraps(make)
     def noted(federation: Federation, *args: Any, **kwargs: Any) -> Federation:
@@ -51,13 +59,19 @@ def change(make: Maker) -> Maker:
 
 
 def folder() -> Path:
-    """Where data sets lie: `COTERIE_DATA`, or the user's cache folder."""
+    """Return the data folder: the environment variable `COTERIE_DATA`, or `coterie` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("COTERIE_DATA") or Path(cache) / "coterie")
 
 
 def fetch(name: str, url: str, sha256: str) -> Path:
-    """The file `name` of the data folder, downloaded from its home and verified if it is not there."""
+    """Return the path of a verified file in the data folder, which is downloaded first if it is missing.
+
+    Args:
+        name: Path of the file, relative to the data folder.
+        url: Where to download it.
+        sha256: Expected digest of its content, in hexadecimal digits.
+    """
     path = folder() / name
     if not path.exists():
         keep(path, download(name, url, sha256))
@@ -66,13 +80,13 @@ def fetch(name: str, url: str, sha256: str) -> Path:
 
 
 def download(name: str, url: str, digest: str, kind: str = "sha256") -> bytes:
-    """What lies at `url`, verified.
+    """Download a file and return its content, after verifying its digest.
 
     Args:
-        name: The file of the data folder that it is wanted for.
-        url: Its home.
-        digest: Of the content, in hexadecimal digits.
-        kind: Of the digest: a name that `hashlib` knows.
+        name: The file of the data folder that the content is for, used in error messages.
+        url: Where to download it.
+        digest: Expected digest of the content, in hexadecimal digits.
+        kind: Name of the digest in `hashlib`.
     """
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -87,9 +101,14 @@ def download(name: str, url: str, digest: str, kind: str = "sha256") -> bytes:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically, and create its folder if needed.
+
+    Args:
+        path: The file.
+        content: Its content.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # torchrun's processes may all be fetching it
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # several processes may write it at the same time
     part.write_bytes(content)
     part.replace(path)
 
@@ -110,18 +129,18 @@ def deal(
     copies: int = 1,
     rows: int | None = None,
 ) -> Federation:
-    """Deal rows out to clients, evenly and at random.
+    """Distribute rows to clients evenly and at random.
 
     Args:
         x: Training rows.
-        y: Their labels.
+        y: Labels of the training rows.
         x_test: Test rows.
-        y_test: Their labels.
-        clients: m.
-        seed: Of the shuffling.
-        copies: The clients fall into so many equal blocks, each of which is dealt all the rows, shuffled anew. The
-            IFCA paper makes its rotated data so: every image occurs in every rotation.
-        rows: Training rows per client, the others being left out; None deals them all. Test rows are all dealt.
+        y_test: Labels of the test rows.
+        clients: Number of clients m, a multiple of `copies`.
+        seed: Seed of the shuffling.
+        copies: Number of equal blocks of clients. Each block gets all rows, in a different order. The IFCA paper makes
+            its rotated data this way: every image occurs in every rotation.
+        rows: Number of training rows per client, leaving out the others; None uses all. Test rows are all used.
     """
     if copies < 1:
         raise ValueError(f"copies must be at least 1, got {copies}")
@@ -144,7 +163,7 @@ def deal(
 
 
 def _even(rows: int, clients: int) -> Tensor:
-    """Sizes that differ by one at most."""
+    """Return sizes that sum to `rows` and differ by one at most."""
     return torch.tensor([rows // clients + (i < rows % clients) for i in range(clients)])
 
 

@@ -1,4 +1,4 @@
-"""Synthetic federations whose truth is known."""
+"""Synthetic federations whose true models are known."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def linear_mixture(
     The truth θ*_j is drawn coordinate-wise from Bernoulli(0.5); `linear_truth` returns it.
 
     Args:
-        clients: m, in contiguous equal groups.
-        rows: n per client.
-        features: d.
-        groups: k.
-        scale: r or R, see `scaling`.
-        sigma: Standard deviation of the noise.
-        seed: Of everything.
+        clients: Number of clients m, in contiguous groups of equal size.
+        rows: Number of rows per client n.
+        features: Number of features d.
+        groups: Number of groups k.
+        scale: The factor r or the norm R of θ*, depending on `scaling`.
+        sigma: Standard deviation σ of the noise.
+        seed: Seed of the truth and of the rows.
         scaling: "code" multiplies θ* by r, as the authors' code does, so that groups are about r·√(d/2) apart; "text"
             rescales ‖θ*‖ to R, as the paper says.
 
@@ -56,7 +56,13 @@ def linear_mixture(
 
 
 def linear_draws(rows: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The x (rows, d) and ε/σ (rows,) of `linear_mixture` with the same seed, whatever its truth."""
+    """Return the x (rows, d) and ε/σ (rows,) of `linear_mixture` with the same seed; they do not depend on its truth.
+
+    Args:
+        rows: Number of rows of all clients together.
+        features: Number of features d.
+        seed: Seed of the draws.
+    """
     g = Key.of(seed).fold(1).generator()
     return torch.randn(rows, features, generator=g), torch.randn(rows, generator=g)
 
@@ -64,7 +70,15 @@ def linear_draws(rows: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
 def linear_truth(
     features: int, groups: int, scale: float, seed: int, scaling: Literal["code", "text"] = "code"
 ) -> Tensor:
-    """θ* of `linear_mixture` with the same arguments (k, d)."""
+    """Return the true models θ* (k, d) of `linear_mixture` with the same arguments.
+
+    Args:
+        features: Number of features d.
+        groups: Number of groups k.
+        scale: The factor r or the norm R of θ*, depending on `scaling`.
+        seed: Seed of the draws.
+        scaling: "code" multiplies θ* by r, "text" rescales ‖θ*‖ to R.
+    """
     draws = torch.rand(groups, features, generator=Key.of(seed).fold(0).generator())
     theta = (draws < 0.5).float()
     if scaling == "text":

@@ -38,13 +38,17 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
 
 
-FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a step, or the model in it, may raise."""
 
 
 def is_own_fault(error: Exception) -> bool:
-    """Whether a step's error is to be explained: not one that is already, nor a lack of memory."""
-    return not isinstance(error, StepError | torch.OutOfMemoryError)
+    """Whether a step's error is to be explained: not one that is already, nor a lack of memory.
+
+    Nor a matrix without an inverse: models that diverge come to that, and the loop says so.
+    """
+    singular = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+    return not isinstance(error, StepError | torch.OutOfMemoryError | singular)
 
 
 @contextmanager

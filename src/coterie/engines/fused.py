@@ -30,7 +30,7 @@ from coterie.core.pytree import Params, nbytes, take, tree_map
 from coterie.core.step import Reply, step_name
 from coterie.core.sums import Sums, weighted_sums
 from coterie.core.task import Data
-from coterie.core.train import Descend, Gradient, Models, Train
+from coterie.core.train import Descend, Models, Train
 from coterie.engines.chunks import Chunks, Ways
 from coterie.engines.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side
 from coterie.engines.graphs import Replayed
@@ -63,7 +63,9 @@ class Fused:
     def match(self, exchange: Exchange) -> Match | None:
         """How this exchange can be fused; None if it cannot."""
         step, message = exchange.step(self.engine.task), exchange.message
-        if not isinstance(step, Train) or step.draws or exchange.part != "train" or not isinstance(message, Models):
+        if not isinstance(step, Train) or not step.same_rows or not isinstance(message, Models):
+            return None
+        if exchange.part != "train" or message.lr_each:
             return None
         split = self._split(step_name(exchange.step), exchange)
         return split and Match(split, Sent.of(message, step, exchange.rows))
@@ -71,20 +73,21 @@ class Fused:
     def parts(self, exchange: Exchange, match: Match) -> Iterator[Part]:
         """The sums of chunks of clients, without a model of each."""
         split, sent = match
-        sizes = self.engine.sizes(exchange)
+        sizes, in_order = self.engine.sizes(exchange), sent.in_order(exchange.slots)
         ways = Ways(f"fused {step_name(exchange.step)}", lambda at: self._train(match, exchange, at), None, CACHED)
         for at, train in self.chunks.of(exchange, sizes, ways):
             trained = train(at)
             weight = self._weight(sent.step, sizes[at], trained.label)
             note = sent.note(trained)
-            each = nbytes(sent.models) // exchange.slots + 12  # 12: a weight and a slot
+            each = nbytes(sent.models) // len(sent.models[split.weight]) + 12  # 12: a weight and a slot
             with self.engine.arithmetic():
                 moved = trained.rows_sum(weight, sent.models[split.weight])
-            sums = trained.sums(split, sent.models, weight, moved)._replace(note=note)
-            yield Part(at, sums, weight.numel() * each + nbytes(note))
+            sums = trained.sums(split, sent.models, weight, moved)
+            sums = sums if in_order else sent.by_slot(sums, trained.label, exchange.slots)
+            yield Part(at, sums._replace(note=note), weight.numel() * each + nbytes(note))
 
     def replies(self, exchange: Exchange, match: Match) -> Iterator[tuple[Tensor, Reply]]:
-        """The trained models of chunks of clients, who neither choose nor have labels."""
+        """The trained models of chunks of clients."""
         split, sent = match
         sizes = self.engine.sizes(exchange)
 
@@ -94,17 +97,20 @@ class Fused:
 
         for at, work in self.chunks.of(exchange, sizes, Ways(f"fused {step_name(exchange.step)}", train, None, CACHED)):
             trained, models = work(at)
-            slot = torch.zeros(len(at), dtype=torch.long, device=self.device)
-            weight = self._weight(sent.step, sizes[at], trained.label)[:, 0]
-            update = tree_map(lambda p: p[:, 0], models)
-            yield at, Reply(update, weight, slot, sent.note(trained))
+            weight = self._weight(sent.step, sizes[at], trained.label)
+            slot = sent.slots(trained.label)
+            if sent.step.starts is None:
+                models, weight, slot = tree_map(lambda x: x[:, 0], (models, weight, slot))
+            yield at, Reply(models, weight, slot, sent.note(trained))
 
     def _train(self, match: Match, exchange: Exchange, at: Tensor) -> Trained:
         """Choose and train for the clients at these positions."""
         split, sent = match
         engine, clients = self.engine, exchange.clients[at]
         data = engine.store.rows(exchange.part, clients)
-        data = data._replace(x=data.x.flatten(2))
+        held = self._held(sent.step, exchange, clients, data)
+        mask = data.mask if held is None else data.mask * (1 - held)
+        data = data._replace(x=data.x.flatten(2), mask=mask)
         with engine.arithmetic():
             factor = self._factor(data.x, exchange, clients)
             if sent.rows is None:
@@ -113,11 +119,32 @@ class Fused:
                 label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
                 z = first_product(split, sent.models, data.x, label, factor)
         rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
+        judged = None if held is None else _held_loss(split, rest, z, data.y, held)
         kernel = self._kernel(split, data.x, exchange, clients)
         work = Work(data.x, data.y, row_shares(data), z.float(), kernel, rest, sent.lr)
         with engine.arithmetic(), torch.autocast(self.device.type, enabled=False):  # many small steps: no bfloat16 here
-            moved = self._move(split, sent.step.by, work, exchange, clients)
-        return Trained(data.x, moved, label, based=isinstance(sent.step.by, Descend))
+            moved = self._move(split, sent.step, work, exchange, clients)
+        if sent.step.send == "change":
+            moved = moved._replace(rest=tree_map(torch.sub, moved.rest, rest))
+        return Trained(
+            data.x, moved, label, judged, based=sent.step.send == "model" and isinstance(sent.step.by, Descend)
+        )
+
+    def _held(self, step: Train, exchange: Exchange, clients: Tensor, data: Data) -> Tensor | None:
+        """1 for the rows that clients keep out of training (c, n); None where they keep out none."""
+        if step.rows is None or not step.holdout:
+            return None
+        rows, engine = step.rows, self.engine
+
+        def make() -> Tensor:
+            held = torch.zeros(data.mask.shape)
+            sizes = engine.federation.part(exchange.part).sizes[clients].tolist()
+            for own, i, n in zip(held, clients.tolist(), sizes, strict=True):
+                own[rows.draw(n, engine.client_key(i), exchange.when)["held"]] = 1.0
+            return held.to(self.device)
+
+        kept = self._kept(("held-out rows", step.holdout), exchange, clients, data.mask.nbytes, make)
+        return make() if kept is None else kept
 
     def _factor(self, x: Tensor, exchange: Exchange, clients: Tensor) -> Factor:
         """The rows of all clients as one long list, ready to be multiplied."""
@@ -135,15 +162,14 @@ class Fused:
         kept = self._kept(("Gram matrices",), exchange, clients, 4 * c * n * n, lambda: x @ x.transpose(1, 2) + one)
         return x @ x.transpose(1, 2) + one if kept is None else kept
 
-    def _move(
-        self, split: FirstLinear, by: Descend | Gradient, work: Work, exchange: Exchange, clients: Tensor
-    ) -> Moved:
+    def _move(self, split: FirstLinear, step: Train, work: Work, exchange: Exchange, clients: Tensor) -> Moved:
         """Train: on a GPU in one kernel where there is one, in closed form where that pays, else step by step."""
+        by = step.by
         if isinstance(by, Descend):
             if split.head and self.device.type == "cuda" and fits(split.head, work):
                 return descend_on_chip(split.head, by, work)
             if split.squared and by.steady and leap_pays(by, work):
-                name, side = ("closed forms", float(work.lr), by.tau, by.prox), reach_side(work)
+                name, side = ("closed forms", float(work.lr), by.tau, by.prox, step.holdout), reach_side(work)
                 reach = self._kept(
                     name, exchange, clients, 4 * len(work.x) * side**2, lambda: reach_of(split, by, work)
                 )
@@ -213,9 +239,36 @@ class Sent(NamedTuple):
         models = tree_map(lambda x: x.flatten(0, 1), {**theta, **common})
         return cls(step, models, None, lr, torch.arange(step.k, device=lr.device).repeat(step.starts or 1))
 
+    def in_order(self, slots: int) -> bool:
+        """Whether model s belongs to slot s; it need not where clients were sent some of all models only."""
+        if self.rows is None or self.label is None:
+            return True
+        k = slots if self.step.starts is None else self.step.k
+        return torch.equal(self.label.cpu(), torch.arange(slots) % k)
+
+    def slots(self, took: Tensor) -> Tensor:
+        """The slots of clients and starts that took these models (c, r)."""
+        if self.label is None:
+            return torch.zeros_like(took)
+        first = 0 if self.step.starts is None else self.step.k * torch.arange(took.shape[1], device=took.device)
+        return first + self.label[took]
+
+    def by_slot(self, sums: Sums, took: Tensor, slots: int) -> Sums:
+        """Sums by model as sums by slot, where clients took these models (c, r)."""
+        taken = took.unique()
+        at = torch.zeros(len(sums.weight), dtype=torch.long, device=took.device)
+        at = at.index_put_((took,), self.slots(took))[taken]
+
+        def placed(x: Tensor) -> Tensor:
+            return x.new_zeros(slots, *x.shape[1:]).index_copy_(0, at, x[taken])
+
+        return Sums(tree_map(placed, sums.update), placed(sums.weight), sums.note)
+
     def note(self, trained: Trained) -> dict[str, Tensor]:
         """The clients' diagnostics."""
         note = {"loss": trained.moved.loss}
+        if trained.judged is not None:
+            note |= trained.judged
         if self.label is not None:
             note["label"] = self.label[trained.label]
         return note if self.step.starts is not None else {name: x[:, 0] for name, x in note.items()}
@@ -227,6 +280,7 @@ class Trained(NamedTuple):
     x: Tensor  # (c, n, d)
     moved: Moved
     label: Tensor  # the model each took (c, r)
+    judged: dict[str, Tensor] | None  # the notes about rows that were held out (c, r)
     based: bool  # whether what moved is to be added to W⁰ and b⁰, or is itself the answer (a gradient)
 
     def models(self, split: FirstLinear, start: Params) -> Params:
@@ -317,6 +371,15 @@ def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor, 
         for s, at, r in _members(label):
             z[at, r] = (x[at] @ weight[s].T).to(z.dtype)
     return z if split.bias is None else z.add_(take(models[split.bias], label)[:, :, None])
+
+
+def _held_loss(split: FirstLinear, rest: Params, z: Tensor, y: Tensor, held: Tensor) -> dict[str, Tensor]:
+    """The loss of the model that each client and start took, summed over held-out rows, and their number (c, r)."""
+    c, r = z.shape[:2]
+    flat = tree_map(lambda p: p.flatten(0, 1), rest)
+    each = vmap(split.loss)(flat, z.flatten(0, 1).float(), y.repeat_interleave(r, 0)).unflatten(0, (c, r))
+    rows = held.sum(1).long()[:, None].expand(c, r)
+    return {"held": (each * held[:, None]).sum(2), "held_rows": rows}
 
 
 def row_shares(data: Data) -> Tensor:

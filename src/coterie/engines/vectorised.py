@@ -37,6 +37,4 @@ class Vectorised(LocalEngine):
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step on chunks of clients."""
         match = self._fused.match(exchange)
-        if match is None or match.sent.label is not None:
-            return self._vmap.replies(exchange)
-        return self._fused.replies(exchange, match)
+        return self._vmap.replies(exchange) if match is None else self._fused.replies(exchange, match)

@@ -108,7 +108,9 @@ class Vmap(LocalEngine):
 
 def _own_dims(message: Any) -> Any:
     """Which parts of a message are the clients' own: of `Models`, the models and labels; else everything."""
-    return Models(theta=0, lr=None, label=0, common=None) if isinstance(message, Models) else 0  # pyright: ignore
+    if not isinstance(message, Models):
+        return 0
+    return Models(theta=0, lr=0 if message.lr_each else None, label=0, common=None)  # pyright: ignore
 
 
 def _stack_draws(draws: list[Any]) -> Any:

@@ -32,6 +32,7 @@ from coterie.flower.grid import Grid, wait_for
 from coterie.flower.lock import Held, alone
 from coterie.flower.membership import FlowerMembership
 from coterie.flower.roster import Roster
+from coterie.flower.secure_engine import SecureFlower
 from coterie.runs.config import build_algorithm, build_run, build_task
 from coterie.runs.fit import check_uplink, fit_on
 from coterie.runs.folder import read_roster
@@ -154,7 +155,7 @@ def _serve(grid: Grid, settings: Settings, parsed: Parsed, out: Path | None) -> 
         )
         return FlowerMembership(engine)
 
-    return fit_on(members, algorithm, **asked, out=out, resume=settings.resume)
+    return fit_on(members, algorithm, **asked, secured=SecureFlower, out=out, resume=settings.resume)
 
 
 def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, secret: bool) -> tuple[Roster, str]:

@@ -25,7 +25,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import gradient_of, membership, remembered
 from coterie.core.method import Needs, PointMethod, Report
-from coterie.core.pytree import Params, flat, stack, take, unflat
+from coterie.core.pytree import Params, flat, stack, take, to_server, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, client_step
@@ -99,7 +99,7 @@ class ClusterGAN(PointMethod):
         """Let all clients train, and average, weighted by their points."""
         sums = cohort.combine(self.train, take(state.theta, 0))
         theta = slot_mean(sums._replace(update=sums.update["theta"]), otherwise=state.theta)
-        members, moved = (sums.update[name][0].round().cpu() for name in ("members", "moved"))
+        members, moved = (to_server(sums.update[name][0].round()) for name in ("members", "moved"))
         after = State(theta, members, moved, state.clients, state.round + 1)
         return after, Report(cohort.clients, sums.note["loss"])
 

@@ -26,9 +26,10 @@ from coterie.core.step import client_step
 from coterie.core.sums import Sums, mean_of
 from coterie.core.task import Task
 from coterie.core.train import Gradient, Models, Rows, Train
-from coterie.parts.choosing import Choosing
+from coterie.parts.choosing import Choosing, counted
 from coterie.parts.restarts import Restarts, held_out_loss
 from coterie.parts.revival import Revival
+from coterie.parts.sharing import Sharing
 from coterie.parts.starts import Start, find_start
 
 
@@ -46,7 +47,7 @@ class State(NamedTuple):
 
 @register("ifca")
 @dataclass(frozen=True)
-class IFCA(Restarts, Revival, Choosing):
+class IFCA(Restarts, Revival, Sharing, Choosing):
     """Alternate between estimating each client's cluster and improving the cluster models.
 
     Args:
@@ -92,9 +93,7 @@ class IFCA(Restarts, Revival, Choosing):
         """Line 1: the initial models, r times k of them."""
         self._check(task, cohort)
         draw = find_start(self.init, self.k)
-        theta = self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r)))
-        for name in self.shared:
-            theta[name] = theta[name][:, :1].expand_as(theta[name]).contiguous()
+        theta = self.tied(self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r))))
         never, none = torch.full((self.restarts, cohort.population), -1), torch.zeros(self.restarts, self.k).long()
         return State(theta, never, none, torch.full((self.restarts,), torch.inf), none.clone(), 0, 0)
 
@@ -109,7 +108,8 @@ class IFCA(Restarts, Revival, Choosing):
             sums = chosen.combine(self.step, self._broadcast(state), slots=slots)  # lines 3 and 5-12
         labels = state.labels.clone()
         labels[:, chosen.clients] = sums.note["label"].T
-        members = self._members(labels, sums)
+        seen = sums.members  # a secure sum hides labels, but counts them
+        members = counted(labels, self.k) if seen is None else seen.unflatten(0, (self.restarts, self.k))
         after = State(
             theta=self._improve(state, sums, cohort),  # lines 13-15
             labels=labels,
@@ -151,15 +151,15 @@ class IFCA(Restarts, Revival, Choosing):
         self._check(newcomers.task, newcomers)
         labels = torch.full((self.restarts, len(newcomers)), -1)
         labels[self.best(state)] = self.place_new(state, newcomers)
-        more = torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
-        return state._replace(labels=torch.cat([state.labels, labels], 1), members=state.members + more)
+        members = state.members + counted(labels, self.k)
+        return state._replace(labels=torch.cat([state.labels, labels], 1), members=members)
 
     # --- what the server sends, and does with the replies ----------------------------------------------------------
 
     def _broadcast(self, state: State) -> Models:
         """Line 3: k models, of which the shared parameters are sent once."""
-        theta = {n: x for n, x in state.theta.items() if n not in self.shared}
-        return Models(theta, self.step_size(state.round), common={n: state.theta[n][:, 0] for n in self.shared})
+        clustered, common = self.apart(state.theta)
+        return Models(clustered, self.step_size(state.round), common=common)
 
     def _one_each(self, state: State) -> Models:
         """All models one after the other (r·k, …), from which each client is sent its own."""
@@ -176,14 +176,8 @@ class IFCA(Restarts, Revival, Choosing):
         """Lines 14 and 15; an empty cluster keeps its model, shared parameters are averaged over everybody."""
         everybody = float(cohort.sizes.sum()) if self.weights == "size" else float(cohort.population)
 
-        def over_clusters(x: Tensor) -> Tensor:
-            each = x.unflatten(0, (self.restarts, self.k))
-            return each.sum(1, keepdim=True).expand_as(each).flatten(0, 1)
-
         def new(name: str, old: Tensor) -> Tensor:
-            total, weight = sums.update[name], sums.weight
-            if name in self.shared:
-                total, weight = over_clusters(total), over_clusters(weight)
+            total, weight = self.over_clusters(name, sums.update[name], sums.weight)
             if self.average == "model":
                 return mean_of(total, weight, old)  # line 15
             share = weight / everybody if self.normalise == "all" else torch.ones_like(weight)
@@ -191,12 +185,6 @@ class IFCA(Restarts, Revival, Choosing):
             return old - self.step_size(state.round) * share.reshape(old.shape[:2] + (1,) * (old.dim() - 2)) * gradient
 
         return {name: new(name, old) for name, old in state.theta.items()}
-
-    def _members(self, labels: Tensor, sums: Sums) -> Tensor:
-        """Clients of each cluster (r, k)."""
-        if sums.members is not None:
-            return sums.members.unflatten(0, (self.restarts, self.k))
-        return torch.stack([(labels == j).sum(1) for j in range(self.k)], 1)
 
     def _rows(self) -> Rows | None:
         """Which rows serve for what: some judge restarts, and with re-sampling every round has fresh ones."""
@@ -206,9 +194,6 @@ class IFCA(Restarts, Revival, Choosing):
     def _check(self, task: Task, cohort: Cohort) -> None:
         if self.k > cohort.population:
             raise ValueError(f"IFCA: k must be at most the number of clients, {cohort.population}, got {self.k}")
-        names = task.init(Key.of(0))
-        for name in self.shared:
-            if name not in names:
-                raise ValueError(f"IFCA: shared names '{name}', but the model's parameters are {', '.join(names)}")
+        self.check_shared(task)
         if (rows := self._rows()) is not None:
             rows.check(cohort, "IFCA")

@@ -17,23 +17,15 @@ from torch import Tensor
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.method import Needs, PointMethod, Report
-from coterie.core.pytree import Params
+from coterie.core.pytree import Params, exact, to_server
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Data, Task
-from coterie.parts.kmeans import distances, farthest, kmeans, lloyd, members, seeded, spread
+from coterie.parts.kmeans import TooFewCentres, distances, farthest, kmeans, lloyd, members, seeded, spread
 
 SEEDS = 8  # random starts for the k-means of a client's points, beside the farthest-first one
 _SEEDS = 3  # stream under a client's key
-
-
-class TooFewCentres(ValueError):
-    """Clients found fewer centres than there are to be clusters."""
-
-    def __init__(self, message: str, found: int) -> None:
-        super().__init__(message)
-        self.found = found
 
 
 class State(NamedTuple):
@@ -92,10 +84,10 @@ class KFED(PointMethod):
         if (number := int(real.sum())) < self.k:
             how = "a larger local finds more" if self.local else "with local= they look for a given number"
             raise TooFewCentres(f"KFED: k is {self.k}, but clients found {number} centres together; {how}", number)
-        points = centres[real].cpu().double()
-        found = kmeans(points, self.k, sizes[real].cpu() if self.weighted else None)  # line 3
+        points, sizes = exact(centres[real]), to_server(sizes[real])
+        found = kmeans(points, self.k, sizes if self.weighted else None)  # line 3
         near = torch.cdist(points, found).argmin(1)
-        count = torch.zeros(self.k).index_add_(0, near, sizes[real].cpu())
+        count = torch.zeros(self.k).index_add_(0, near, sizes)
         after = State(found.to(centres), count, state.clients, state.round + 1)
         return after, Report(cohort.clients, reply.note["loss"])
 

@@ -14,10 +14,9 @@ Throughout, h is the anchor clients, d the parameters, k the clusters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +25,18 @@ from coterie.core.cohort import Cohort
 from coterie.core.features import require_linear
 from coterie.core.key import Key
 from coterie.core.local import pick
-from coterie.core.pytree import Outer, Params, flat, unflat
+from coterie.core.pytree import Outer, Params, exact, flat, to_server, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.task import Data, Task
-from coterie.parts.kmeans import kmeans
+from coterie.parts.kmeans import kmeans, linked
+from coterie.parts.recruiting import Recruiting, Subspace, covering
+from coterie.parts.residuals import evidence, features, pairs, projected, residuals
 from coterie.parts.starts import Start
+from coterie.parts.whitening import Whitening
 
-ENOUGH = 18  # times k²d: the pairs of rows from which on an iteration has been found reliable
-COLLINEAR = 1e-5  # the smallest eigenvalue that the correlations of the features must have
-_H, _S, _Q, _START, _NOISE, _ROWS = range(6)  # streams under the key
+_Q, _START, _NOISE, _ROWS = range(2, 6)  # streams under the key
 
 
 class Anchors(NamedTuple):
@@ -49,17 +49,9 @@ class Anchors(NamedTuple):
     white: Tensor  # W, such that Wφ has the identity as its second moment (d, d)
 
 
-class _Population(NamedTuple):
-    """Who takes part, and the scale of their features."""
-
-    anchors: Tensor  # positions of H
-    others: list[Tensor]  # positions of S_t for every t
-    white: Tensor  # as in `Anchors`
-
-
 @register("moment_descent", "start")
 @dataclass(frozen=True)
-class MomentDescent(Start):
+class MomentDescent(Recruiting, Whitening, Start):
     """A few anchor clients descend towards their own models in subspaces that many small clients estimate.
 
     It is for regressions whose model is linear in its parameters, f(x) = ⟨φ(x), θ⟩. A client with two rows is enough
@@ -107,7 +99,7 @@ class MomentDescent(Start):
     floor: float = setting(0.0, low=0)
     radius: float = setting(0.0, low=0)
     reuse: bool = False
-    subspace: Literal["auto", "printed", "symmetric", "pooled"] = "auto"
+    subspace: Subspace = "auto"
     noise: float = setting(0.0, low=0)
     merge: Literal["lloyd", "distance"] = "lloyd"
     delta: float | None = setting(None, low=0)
@@ -126,25 +118,26 @@ class MomentDescent(Start):
             return
         self._check(k)
         dtype, k = cohort.federation.train.x.dtype, min(k, d)
-        people = self._population(k, d, task, cohort, key)
-        h = len(people.anchors)
+        require_linear(task, cohort.federation.train.x[:2], "MomentDescent")
+        people = self.recruited(k, d, cohort, key)  # lines 3 and 7
+        h, white = len(people.anchors), self.whitening(cohort.only(torch.cat([people.anchors, people.others[0]])))
         theta = self._first(d, key).expand(h, d).to(dtype)  # lines 4 and 5
         for t in range(self.rounds):
             now = cohort.fold(t)
             others = now.only(people.others[t])  # line 7: S_t
-            subspace = self._subspace(theta, k, others, people.white, key.fold(_Q, t))  # lines 8 and 9
-            sent = {"theta": theta, "U": people.white.T @ subspace}  # line 10
+            subspace = self._subspace(theta, k, others, white, key.fold(_Q, t))  # lines 8 and 9
+            sent = {"theta": theta, "U": white.T @ subspace}  # line 10
             sent = {name: x.to(dtype) for name, x in sent.items()}
             reply = now.only(people.anchors).gather(self.descend, sent, rows=torch.arange(h))  # lines 11 to 15
             theta = reply.update
-            yield Anchors(theta.cpu(), people.anchors, reply.note["sigma"].cpu(), subspace, people.white)
+            yield Anchors(to_server(theta), people.anchors, to_server(reply.note["sigma"]), subspace, white)
 
     def centres(self, anchors: Anchors, k: int) -> Tensor:
         """Line 16: the anchors' models merged into k (k, d); by default as whitened features see them."""
         theta = anchors.theta.double()
         if self.merge == "lloyd":
             return kmeans(theta @ torch.linalg.inv(anchors.white), k) @ anchors.white
-        groups = _linked(torch.cdist(theta, theta) < (self.delta or 0) / 2)
+        groups = linked(torch.cdist(theta, theta) < (self.delta or 0) / 2)
         if len(groups) != k:
             raise ValueError(
                 f"MomentDescent: anchors closer than delta/2 = {(self.delta or 0) / 2:g} form {len(groups)} groups, "
@@ -155,24 +148,14 @@ class MomentDescent(Start):
     # --- what a client does --------------------------------------------------------------------------------------
 
     @client_step
-    def second_moment(self, task: Task) -> ClientStep:
-        """The sum of φφᵀ over a client's rows."""
-
-        def run(_: Any, local: Local) -> Reply:
-            phi = _features(task, local.data) * local.data.mask[:, None]
-            return Reply(Outer(phi, phi), note={"rows": local.data.mask.sum()})
-
-        return ClientStep(run)
-
-    @client_step
     def pool(self, task: Task) -> ClientStep:
         """The mean of ε(x, y, θ) ε(x̃, ỹ, θ)ᵀ over all ordered pairs of a client's rows, for every θ (h·d, d)."""
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
-            phi, one, two = self._residuals(task, sent, local.data)
+            phi, one, two = self._both(task, sent, local.data)
             others = (one.T @ phi)[None] - one[:, :, None] * phi[:, None]  # of each row's partners (n, h, d)
-            left = two[:, :, None] * others / _pairs(local.data)
-            return Reply(Outer(left.flatten(1), phi), _evidence(local.data))
+            left = two[:, :, None] * others / pairs(local.data)
+            return Reply(Outer(left.flatten(1), phi), evidence(local.data))
 
         return ClientStep(run)
 
@@ -181,15 +164,15 @@ class MomentDescent(Start):
         """The symmetric part of the same matrix, applied to Q (d, h·k)."""
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
-            phi, one, two = self._residuals(task, sent, local.data)
-            seen = _projected(phi, sent["Q"])
+            phi, one, two = self._both(task, sent, local.data)
+            seen = projected(phi, sent["Q"])
 
             def against(own: Tensor, other: Tensor) -> Tensor:
                 each = other[:, :, None] * seen
                 return own[:, :, None] * (each.sum(0) - each)
 
             right = (against(one, two) + against(two, one)) / 2 if self.noise else against(one, one)
-            return Reply(Outer(phi, (right / _pairs(local.data)).flatten(1)), _evidence(local.data))
+            return Reply(Outer(phi, (right / pairs(local.data)).flatten(1)), evidence(local.data))
 
         return ClientStep(run)
 
@@ -211,8 +194,8 @@ class MomentDescent(Start):
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
             theta, projection = sent["theta"], sent["U"]
             rows = pick(local.data, local.draws["rows"])
-            phi = _features(task, rows)
-            e = _off(phi, rows, theta[None]) * (phi @ projection)  # Ûᵀε (2ℓ, k)
+            phi = features(task, rows)
+            e = residuals(phi, rows, theta[None]) * (phi @ projection)  # Ûᵀε (2ℓ, k)
             a = e[:ell].T @ e[ell:] / ell  # eq. (2)
             size = a.abs().amax().clamp(min=torch.finfo(a.dtype).tiny)  # its powers would leave the range of floats
             beta = e.mean(0)  # so that β̂ has the sign of the mean
@@ -231,18 +214,18 @@ class MomentDescent(Start):
 
         return ClientStep(run, draw)
 
-    def _residuals(self, task: Task, sent: dict[str, Tensor], data: Data) -> tuple[Tensor, Tensor, Tensor]:
+    def _both(self, task: Task, sent: dict[str, Tensor], data: Data) -> tuple[Tensor, Tensor, Tensor]:
         """φ (n, d), and y - ⟨φ, θ⟩ (n, h) under the two copies of the anchors' models."""
-        phi = _features(task, data)
-        one = _off(phi, data, sent["theta"])
-        return phi, one, _off(phi, data, sent["theta~"]) if self.noise else one
+        phi = features(task, data)
+        one = residuals(phi, data, sent["theta"])
+        return phi, one, residuals(phi, data, sent["theta~"]) if self.noise else one
 
     def _one_pair(self, task: Task, *, transposed: bool) -> ClientStep:
         to, of = (1, 0) if transposed else (0, 1)
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
-            phi, one, two = self._residuals(task, sent, local.data)
-            seen = _projected(phi[of][None], sent["Q"])
+            phi, one, two = self._both(task, sent, local.data)
+            seen = projected(phi[of][None], sent["Q"])
             right = (one[0] * two[1])[:, None] * seen
             return Reply(Outer(phi[to][None], right.flatten(1)))
 
@@ -258,7 +241,7 @@ class MomentDescent(Start):
         def mean(step: Step, more: dict[str, Tensor]) -> Tensor:
             shared = sent | {n: x if rows is None else x.expand(len(others), *x.shape) for n, x in more.items()}
             sums = others.combine(step, shared, rows=rows)
-            return (sums.update[0] / sums.weight[0]).cpu().double()
+            return exact(sums.update[0] / sums.weight[0])
 
         if self.subspace == "pooled":
             y = white @ mean(self.pool, {}).reshape(h, d, d) @ white.T
@@ -291,141 +274,10 @@ class MomentDescent(Start):
         subspace = self.subspace
         if subspace == "auto":
             subspace = "pooled" if d <= self.orthogonal * k else "symmetric"
-        return replace(self, ell=self.ell or 6 * k, anchors=self.anchors or _covering(k), subspace=subspace)
-
-    def _population(self, k: int, d: int, task: Task, cohort: Cohort, key: Key) -> _Population:
-        """Lines 3 and 7: who takes part in which iteration."""
-        require_linear(task, cohort.federation.train.x[:2], "MomentDescent")
-        anchors = self._choose_anchors(k, cohort, key)
-        able = cohort.sizes >= 2
-        able[anchors] = False
-        order = key.fold(_S).shuffle(cohort.numbers)
-        order = order[able[order]]
-        if not len(order):
-            raise ValueError(
-                f"MomentDescent: no client besides the {len(anchors)} anchors has two rows; fewer anchors leave some"
-            )
-        evidence = torch.ones_like(order) if self.subspace == "printed" else cohort.sizes[order] - 1
-        others = self._choose_others(order, evidence, ENOUGH * k**2 * d)
-        self._log(k, d, cohort, anchors, others)
-        white = self._whitening(task, cohort.only(torch.cat([anchors, others[0]])))
-        return _Population(anchors, others, white)
-
-    def _choose_anchors(self, k: int, cohort: Cohort, key: Key) -> Tensor:
-        each = 2 * (self.ell or 0)
-        need = each if self.reuse else each * self.rounds
-        large = (cohort.sizes >= need).nonzero().flatten()
-        if len(large) < k:
-            way = "a smaller ell needs fewer" if self.reuse else f"with reuse=True it needs {each}"
-            raise ValueError(
-                f"MomentDescent: an anchor client needs {need} rows (ell={self.ell}, reuse={self.reuse}) and k={k} of "
-                f"them are needed at least, but {len(large)} of {len(cohort)} clients have so many (the largest has "
-                f"{int(cohort.sizes.max())}); {way}"
-            )
-        return large[key.fold(_H).shuffle(cohort.numbers[large])][: self.anchors].sort().values
-
-    def _choose_others(self, order: Tensor, evidence: Tensor, enough: int) -> list[Tensor]:
-        """S_0, …, S_{T-1}, dealt from clients in a random order, of whom each has so much to tell."""
-        parts, begin, total = [], 0, evidence.cumsum(0)
-        for _ in range(1 if self.reuse else self.rounds):
-            before = int(total[begin - 1]) if begin else 0
-            end = begin + self.clients if self.clients else int(torch.searchsorted(total, before + enough)) + 1
-            if self.reuse and self.clients is None:
-                end = min(end, len(order))
-            if end > len(order):
-                self._too_few(order, math.ceil(enough / float(evidence.double().mean())))
-            parts.append(order[begin:end].sort().values)
-            begin = end
-        return parts * self.rounds if self.reuse else parts
-
-    def _too_few(self, order: Tensor, enough: int) -> None:
-        need, times = self.clients or enough, 1 if self.reuse else self.rounds
-        way = "clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration"
-        raise ValueError(
-            f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
-            f"the anchors, {need} each, but there are {len(order)}; {way}"
-        )
-
-    def _log(self, k: int, d: int, cohort: Cohort, anchors: Tensor, others: list[Tensor]) -> None:
-        sizes = {"pooled": d * d, "symmetric": d * k * self.orthogonal, "printed": 2 * d * k * self.orthogonal}
-        told = int((cohort.sizes[others[0]] - 1).sum())
-        asked = f" (of {self.anchors} asked for)" if len(anchors) < (self.anchors or 0) else ""
-        short = (
-            f", which is less than has been found reliable ({ENOUGH * k**2 * d})" if told < ENOUGH * k**2 * d else ""
-        )
-        cohort.log(
-            f"moment descent: {len(anchors)} anchors{asked} use {2 * (self.ell or 0)} rows in each of {self.rounds} "
-            f"iterations, with {len(others[0])} {'' if self.reuse else 'fresh '}clients that have {told} rows beyond "
-            f"their first{short}; subspaces {self.subspace}, {sizes[self.subspace]} numbers up per client, anchor and "
-            f"iteration ({', '.join(f'{way}: {size}' for way, size in sizes.items())})"
-        )
+        return replace(self, ell=self.ell or 6 * k, anchors=self.anchors or covering(k), subspace=subspace)
 
     def _check(self, k: int) -> None:
         if self.merge == "distance" and self.delta is None:
             raise ValueError("MomentDescent: merge='distance' needs delta, the separation Δ of the models")
         if (self.anchors or 0) < k:
             raise ValueError(f"MomentDescent: anchors must be at least k = {k}, got {self.anchors}")
-
-    def _whitening(self, task: Task, cohort: Cohort) -> Tensor:
-        """The inverse root of the correlations of the features, over their scales (d, d)."""
-        sums = cohort.combine(self.second_moment, ())
-        rows = int(sums.note["rows"].sum())
-        moment = sums.update[0].cpu().double() / rows
-        scale = moment.diagonal().sqrt()
-        values, vectors = torch.linalg.eigh(moment / (scale[:, None] * scale).clamp(min=1e-300))
-        if float(values[0]) <= COLLINEAR:
-            raise ValueError(f"MomentDescent: {_degenerate(vectors[:, 0], rows, len(cohort))}")
-        return (vectors / values.sqrt()) @ vectors.T / scale
-
-
-def _linked(close: Tensor) -> Tensor:
-    """The groups of points that are linked by close ones (groups, h), 1 for each member."""
-    reach = close.double()
-    for _ in range(math.ceil(math.log2(len(reach))) + 1):
-        reach = (reach @ reach > 0).double()
-    return reach.unique(dim=0)
-
-
-def _covering(k: int) -> int:
-    """So many draws miss one of k equal clusters once in a thousand times."""
-    return math.ceil(math.log(1000 * k) / -math.log1p(-1 / k)) if k > 1 else 1
-
-
-def _features(task: Task, data: Data) -> Tensor:
-    assert task.features is not None  # `require_linear` has seen to it
-    return task.features(data.x)
-
-
-def _off(phi: Tensor, data: Data, theta: Tensor) -> Tensor:
-    """Y - ⟨φ(x), θ⟩ for every row and θ (n, h); ε(x, y, θ) is that times φ(x)."""
-    return (data.y.reshape(-1, 1) - phi @ theta.T) * data.mask[:, None]
-
-
-def _projected(phi: Tensor, q: Tensor) -> Tensor:
-    """φᵀQ for every anchor's Q (n, h, k)."""
-    return (phi @ q.movedim(1, 0).flatten(1)).unflatten(1, (q.shape[0], q.shape[2]))
-
-
-def _pairs(data: Data) -> Tensor:
-    """n(n - 1)."""
-    return data.mask.sum() * (data.mask.sum() - 1)
-
-
-def _evidence(data: Data) -> Tensor:
-    """How heavily a client counts: two rows make one pair, and each further row adds about as much."""
-    return data.mask.sum() - 1
-
-
-def _degenerate(direction: Tensor, rows: int, clients: int) -> str:
-    """What is wrong with features that do not span all d dimensions; `direction` is one that they miss."""
-    if rows < len(direction):
-        return f"{clients} clients have {rows} rows together, fewer than the model's {len(direction)} parameters"
-    involved = (direction.abs() > 0.01).nonzero().flatten().tolist()
-    where = f"over {rows} rows of {clients} clients (features are counted from 0; the model's bias is the last)"
-    if len(involved) == 1:
-        return f"feature {involved[0]} is zero {where}"
-    names = ", ".join(map(str, involved[:8])) + (", …" if len(involved) > 8 else "")
-    return (
-        f"features {names} are collinear {where}: one of them is constant, follows from the others, or has a mean far "
-        "above its spread"
-    )

@@ -3,16 +3,15 @@
 Efficient Clustering Frameworks for Federated Learning Systems
     Jichan Chung. UCB/EECS-2023-212, Chapter 4, Algorithms 3 to 5.
 
-Line numbers in the comments are those of Algorithm 3 unless they say otherwise. A round here is a cluster round. Points
-that are wrongly assigned hold on to their cluster if its model has overfitted them, which the report leaves as an open
-problem (Section 4.3); our answer is to shrink, as strongly as `UIFCA.chosen` finds best.
+Line numbers in the comments are those of Algorithm 3 unless they say otherwise. A round here is a cluster round. What
+is not in the report: models in closed form (`parts/closed_form.py`), and models that are shrunk, as strongly as
+held-out points find best (`parts/candidates.py`).
 
 Throughout, r is the restarts that run side by side, k the clusters, n the points of a client, d their dimensions.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -24,26 +23,20 @@ from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import adam_update, each_model, each_nearest, local_update, remembered
 from coterie.core.method import Needs, PointMethod, Report
-from coterie.core.pytree import Outer, Params, stack, take, tree_map
+from coterie.core.pytree import Params, stack, to_server, tree_map
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.sums import slot_mean
 from coterie.core.task import Data, Task
-from coterie.methods.kfed import KFED, TooFewCentres
-from coterie.parts.columns import check_columns
-from coterie.parts.held_out import held_out, surprise
-from coterie.parts.restarts import Restarts
-from coterie.parts.shrinkage import Moments, covariances
-from coterie.parts.starts import find_start
+from coterie.methods.kfed import KFED
+from coterie.parts.candidates import SETTLED, Candidates, draw_held_out, for_each_candidate
+from coterie.parts.first_assignment import Disturbed, FirstAssignment
+from coterie.parts.held_out import held_out
+from coterie.parts.shrinkage import Moments
+from coterie.parts.starts import find_start, noisy_copies
 
-log = logging.getLogger("coterie")
-
-SETTLED = 0.02  # the share of points that change their cluster below which a restart begins to shrink
-PULLS = (0.0, 0.1, 1.0)  # strengths of shrinking that are tried
-RIDGE = 1e-3  # at least, of the models that judge: they see fewer points than the others
-NOISE = 0.01  # by which the models of a restart differ at first
-_LABELS, _BATCHES, _MODELS = 4, 5, 6  # streams under a key
+_BATCHES, _MODELS = 5, 6  # streams under a key
 
 
 class State(NamedTuple):
@@ -62,21 +55,9 @@ class State(NamedTuple):
     round: int
 
 
-@register("disturbed", "start")
-@dataclass(frozen=True)
-class Disturbed:
-    """An initial assignment by the true cluster, of which some are drawn anew: to see what a method makes of errors.
-
-    Args:
-        share: Points whose cluster is drawn anew.
-    """
-
-    share: float = setting(0.25, low=0, high=1)
-
-
 @register("uifca")
 @dataclass(frozen=True)
-class UIFCA(Restarts, PointMethod):
+class UIFCA(Candidates, FirstAssignment, PointMethod):
     """Alternate between fitting one generative model per cluster and assigning every point to the likeliest.
 
     Args:
@@ -125,35 +106,18 @@ class UIFCA(Restarts, PointMethod):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial assignment, which each client keeps for itself."""
         self.check_points(cohort)
-        theta = self._drawn(task, key.fold(_MODELS))
-        if self._by_kfed:
-            sent = self._from_kfed(cohort, key)
-        elif isinstance(self.init, str | Disturbed):
-            sent = {}
-        else:
+        theta, sent = self.drawn_models(task, key.fold(_MODELS)), {}
+        if self.by_kfed:
+            sent = self.centres_by(KFED(self.k), cohort, key)
+        elif not isinstance(self.init, str | Disturbed):
             given = find_start(self.init, self.k)(self.k, self.lr, task, cohort, key)
             theta = tree_map(lambda x: x.expand(self.restarts, *x.shape), given)
             sent = {"theta": theta}
-        sent["about"] = self._mean(cohort) if self._has_closed_form(task) else ()
-        sums = cohort.combine(self.begin, sent)
-        state = self._after(theta, sums.update, sent["about"], cohort, None)
-        if isinstance(state.moments, Moments):
-            number, first, second, about = state.moments
-            check_columns(Moments(number[0], first[0], second[0], about), self.ridge, warn=cohort.engine.leads)
+        about = self.mean_point(cohort)
+        sums = cohort.combine(self.begin, {**sent, "about": about})
+        state = self._after(theta, sums.update, about, cohort, None)
+        self.check_columns(state.moments, cohort)
         return state
-
-    def _from_kfed(self, cohort: Cohort, key: Key) -> dict[str, Any]:
-        """The centres of k-FED; none if it finds too few and there are restarts that do without."""
-        kfed = KFED(self.k)
-        try:
-            state, _ = kfed.round(kfed.start(kfed.default_task(), cohort, key), cohort)
-        except TooFewCentres as error:
-            told = f"UIFCA: init {self.init!r} begins with k-FED, which found {error.found} centres for k = {self.k}"
-            if self.init == "kfed" or self.restarts == 1:
-                raise ValueError(f"{told}; init='random' does without") from error
-            log.warning("%s; all restarts begin with a random assignment", told)
-            return {}
-        return {"centres": kfed.models(state)}
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 7."""
@@ -177,17 +141,13 @@ class UIFCA(Restarts, PointMethod):
                 label = torch.where(label < 0, local.data.y, label)
             elif "centres" in sent:
                 own = kfed.run(sent["centres"], local._replace(draws=local.draws["kfed"])).note["label"]
-                first = torch.arange(self.restarts, device=own.device)[:, None] < self._by_kfed
-                label = torch.where(first, own, label)
+                label = self.labels_by(own, label)
             nothing = local.data.mask.new_zeros(self.restarts)
             return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
-            g = key.fold(_LABELS).generator()
-            label = torch.randint(self.k, (self.restarts, n), generator=g)
-            if isinstance(self.init, Disturbed):
-                label = label.where(torch.rand(self.restarts, n, generator=g) < self.init.share, -1)
-            return {"label": label, "kfed": kfed.draw(n, key, when) if kfed.draw else {}, "held": held_out(n, key)}
+            drawn = {"label": self.draw_labels(n, key), "held": held_out(n, key)}
+            return {**drawn, "kfed": kfed.draw(n, key, when) if kfed.draw else {}}
 
         return ClientStep(run, draw, {"loss": "mean"})
 
@@ -200,7 +160,7 @@ class UIFCA(Restarts, PointMethod):
             label, loss = near.argmin(1), near.amin(1) @ local.data.mask
             return self._counted(label, remembered(local.memory, len(local.data.mask)), sent["about"], local, loss)
 
-        return ClientStep(run, _held, {"loss": "mean"})
+        return ClientStep(run, draw_held_out, {"loss": "mean"})
 
     @client_step
     def learn(self, task: Task) -> ClientStep:
@@ -208,17 +168,17 @@ class UIFCA(Restarts, PointMethod):
 
         For every restart there may be several candidates, c, for its k models.
         """
-        holds = self._weighs(task) or self.compares
+        holds = self.weighs(task) or self.compares
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             own = self._members(remembered(local.memory, len(local.data.mask)), local.data)
             if holds:
                 own = own * (local.draws["held"] <= 0)
-            own = self._candidates(own, sent["theta"])
+            own = for_each_candidate(own, sent["theta"])
 
             def train(theta: Params, mask: Tensor) -> Params:
                 data = local.data._replace(mask=mask)
-                batches = self._subsets(mask, local.draws["rank"]) if self.batch else None  # line 4
+                batches = self._subsets(mask, local.draws["rank"]) if self.batch else None  # Algorithm 5, line 4
                 if self.optimiser == "adam":
                     return adam_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)
                 return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)[0]
@@ -234,32 +194,11 @@ class UIFCA(Restarts, PointMethod):
         return ClientStep(run, draw)
 
     @client_step
-    def judge(self, task: Task) -> ClientStep:
-        """How unlikely held-out points are under the mixture of each candidate's models (r·c,)."""
-
-        def run(sent: dict[str, Any], local: Local) -> Reply:
-            losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])
-            update = surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
-            return Reply(update, memory=local.memory)
-
-        return ClientStep(run, _held)
-
-    @client_step
     def points(self, task: Task) -> ClientStep:
         """Line 7 alone, for the models of one restart."""
 
         def run(theta: Params, local: Local) -> Reply:
             return Reply(note={"label": each_nearest(task, theta, local.data)})
-
-        return ClientStep(run)
-
-    @client_step
-    def total(self, task: Task) -> ClientStep:
-        """The sum of a client's points."""
-
-        def run(_: Any, local: Local) -> Reply:
-            update = local.data.x.flatten(1).T @ local.data.mask
-            return Reply(update / local.data.mask.sum(), local.data.mask.sum())
 
         return ClientStep(run)
 
@@ -288,11 +227,7 @@ class UIFCA(Restarts, PointMethod):
         own = self._members(label, local.data)
         moved = ((label != before) * local.data.mask).sum(1)
         update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss}
-        if isinstance(about, Tensor):
-            x = (local.data.x.flatten(1) - about).double()  # a covariance is a small difference of such sums
-            update["all"] = _sums(own.double(), x)
-            if self.compares or self.shrink:
-                update["held"] = _sums((own * local.draws["held"]).double(), x)
+        update |= self.moment_sums(own, about, local, held=self.compares or self.shrink)
         note = {"loss": loss / local.data.mask.sum()}
         return Reply(update, note=note, memory=label)
 
@@ -306,11 +241,6 @@ class UIFCA(Restarts, PointMethod):
         """1 where a real point is in a cluster (r, k, n)."""
         return (label[:, None] == torch.arange(self.k, device=label.device)[:, None]) * data.mask
 
-    def _candidates(self, own: Tensor, theta: Params) -> Tensor:
-        """The members of all models that are sent (r·c·k, n), from those of every restart's clusters (r, k, n)."""
-        candidates = len(next(iter(theta.values()))) // (self.restarts * self.k)
-        return own[:, None].expand(-1, candidates, -1, -1).flatten(0, 2)
-
     def _subsets(self, mask: Tensor, rank: Tensor) -> Tensor:
         """Algorithm 5, line 4: rows of every step (M, N), out of the real ones in a random order, again and again."""
         order = torch.where(mask > 0, rank, len(rank)).argsort()
@@ -319,53 +249,8 @@ class UIFCA(Restarts, PointMethod):
 
     # --- what the server does ------------------------------------------------------------------------------------
 
-    def chosen(self, state: State, cohort: Cohort) -> tuple[Params, Tensor, Tensor]:
-        """Algorithm 4 for the K models of every restart, shrunk as strongly as makes held-out points likeliest.
-
-        Held-out points train no model that they judge: one that had seen them would pass for a good one. Restarts that
-        do not shrink yet are left alone.
-
-        Returns:
-            The models, how strongly they were shrunk (r,), and, if it was asked, how unlikely held-out points are (r,).
-        """
-        task = cohort.task
-        pulls = torch.tensor(PULLS if self._weighs(task) and bool(state.shrinks.any()) else PULLS[:1])
-        asked = self.compares or len(pulls) > 1
-        tried, share = {}, state.sizes
-        if not isinstance(state.moments, Moments):
-            tried, share = self._trained(state, pulls, cohort)
-        elif asked:
-            tried, share = self._unseen(state, pulls, task)
-        unlikely = torch.zeros(self.restarts, len(pulls))
-        if asked:
-            sent = {"theta": tree_map(lambda x: x.flatten(0, 1), tried), "share": share}
-            unlikely = cohort.combine(self.judge, sent).update[0].cpu().reshape(unlikely.shape)
-        best = torch.where(state.shrinks, unlikely.argmin(1), 0)
-        if isinstance(state.moments, Moments):
-            theta = self._fitted(state, state.moments, pulls[best], task, self.ridge)
-        else:
-            theta = take(tried, best + len(pulls) * torch.arange(self.restarts))
-        return theta, pulls[best], unlikely.gather(1, best[:, None])[:, 0]
-
-    def _trained(self, state: State, pulls: Tensor, cohort: Cohort) -> tuple[Params, Tensor]:
-        """Models for every restart and strength (r·c, k, …), by averaging; and their shares of the mixture."""
-        begin = self._drawn(cohort.task, cohort.key.fold(_MODELS, state.round)) if self.renew else state.theta
-        begin = tree_map(lambda x: x.repeat_interleave(len(pulls), 0), begin)
-        sizes = state.sizes.repeat_interleave(len(pulls), 0)
-        theta = self.averaged(begin, pulls.repeat(self.restarts), sizes, cohort)
-        return theta, sizes / sizes.sum(1, keepdim=True)
-
-    def _unseen(self, state: State, pulls: Tensor, task: Task) -> tuple[Params, Tensor]:
-        """The same in closed form, of sums without the held-out points."""
-        assert isinstance(state.moments, Moments) and isinstance(state.held, Moments)
-        seen = state.moments.less(state.held).each(len(pulls))
-        number = seen.number.where(seen.number > 1, 0.0)  # of one point there is no model that has not seen the others
-        old = state._replace(theta=tree_map(lambda x: x.repeat_interleave(len(pulls), 0), state.theta))
-        theta = self._fitted(old, seen, pulls.repeat(self.restarts), task, max(self.ridge, RIDGE))
-        return theta, (number / number.sum(1, keepdim=True).clamp(min=1)).float()
-
     def averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort) -> Params:
-        """τ rounds of averaging for models (r, k, …), each restart's pulled together as strongly as `pull` says (r,).
+        """Algorithm 4 for models (r, k, …), each restart's pulled together as strongly as `pull` says (r,).
 
         Args:
             theta: The models to begin with.
@@ -373,49 +258,29 @@ class UIFCA(Restarts, PointMethod):
             sizes: Points of every cluster (r, k).
             cohort: The clients.
         """
-        shape = sizes.shape
-        share = sizes / sizes.sum(1, keepdim=True)
-        for t in range(self.tau):
+        shape, share = sizes.shape, sizes / sizes.sum(1, keepdim=True)
+        for t in range(self.tau):  # Algorithm 4, line 4
             flat = tree_map(lambda x: x.flatten(0, 1), theta)
             lr = torch.tensor(self.lr * self.decay**t)
-            sums = cohort.fold(t).combine(self.learn, {"theta": flat, "lr": lr}, slots=len(pull) * self.k)
-            theta = tree_map(lambda x: x.unflatten(0, shape), slot_mean(sums, otherwise=flat))  # Algorithm 4, line 7
-            theta = self._pulled(theta, share, pull, cohort.task)
+            sums = cohort.fold(t).combine(
+                self.learn, {"theta": flat, "lr": lr}, slots=len(pull) * self.k
+            )  # lines 5 and 6
+            theta = tree_map(lambda x: x.unflatten(0, shape), slot_mean(sums, otherwise=flat))  # line 7
+            theta = self.pulled(theta, share, pull, cohort.task)
         return theta
 
-    def _pulled(self, theta: Params, share: Tensor, pull: Tensor, task: Task) -> Params:
-        """All parameters but those of location nearer to their mean over clusters."""
-
-        def nearer(x: Tensor) -> Tensor:
-            common = torch.einsum("rk,rk...->r...", share.to(x), x)[:, None]
-            return torch.lerp(x, common.expand_as(x), pull.to(x).reshape(-1, *[1] * (x.dim() - 1)))
-
-        return {name: x if name in task.location else nearer(x) for name, x in theta.items()}
-
-    def _fitted(self, state: State, moments: Moments, pull: Tensor, task: Task, ridge: float) -> Params:
-        """The likeliest models; a cluster of one point or none keeps its old one."""
-        assert task.from_moments is not None
-        mean, covariance = covariances(moments, pull, ridge)
-        enough = moments.number > 1
-        covariance = _where(enough, covariance, torch.eye(mean.shape[-1]).to(mean).expand_as(covariance))
-        try:
-            found = task.from_moments(mean, covariance)
-        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-            raise ValueError(self._singular(state, moments, covariance)) from None
-        return {n: _where(enough, found[n].to(old), old) for n, old in state.theta.items()}
-
     def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
-        found = {name: update[name][0].cpu() for name in ("sizes", "moved", "loss")}
-        points = float(cohort.sizes.sum())
+        """The next state, of an assignment's sums."""
+        found = to_server({name: update[name][0] for name in ("sizes", "moved", "loss")})
         settled, quality = torch.zeros(self.restarts, dtype=torch.bool), found["loss"]
         if before and bool(before.quality.any()):
             quality = before.quality
         if before and self.shrink:
-            settled = before.shrinks | (found["moved"] <= SETTLED * points)
+            settled = before.shrinks | (found["moved"] <= SETTLED * float(cohort.sizes.sum()))
         return State(
             theta=theta,
-            moments=self._moments(update.get("all"), about),
-            held=self._moments(update.get("held"), about),
+            moments=self.moments(update.get("all"), about),
+            held=self.moments(update.get("held"), about),
             sizes=found["sizes"],
             moved=found["moved"],
             quality=quality.nan_to_num(nan=torch.inf),
@@ -426,59 +291,6 @@ class UIFCA(Restarts, PointMethod):
             round=before.round + 1 if before else 0,
         )
 
-    def _moments(self, sums: dict[str, Tensor] | None, about: Any) -> Moments | tuple[()]:
-        """From what clients sent; on the device, for what is made of them is most of the server's work."""
-        if sums is None:
-            return ()
-        second = sums["second"][0].unflatten(0, (self.restarts, self.k, -1))
-        return Moments(sums["number"][0].double(), sums["first"][0].double(), second.double(), about)
-
-    def _drawn(self, task: Task, key: Key) -> Params:
-        """One random model, with a little noise of its own for each cluster and restart (r, k, …)."""
-
-        def near(theta: Params, key: Key) -> Params:
-            g = key.generator()
-            return {n: x + NOISE * torch.randn(x.shape, generator=g) for n, x in theta.items()}
-
-        firsts = [task.init(key.fold(r)) for r in range(self.restarts)]
-        return stack([stack([near(t, key.fold(r, j)) for j in range(self.k)]) for r, t in enumerate(firsts)])
-
-    def _mean(self, cohort: Cohort) -> Tensor:
-        """The mean of all points, about which sums of squares are taken so that they keep their digits."""
-        sums = cohort.combine(self.total, ())
-        return (sums.update[0] / sums.weight[0]).detach()
-
-    def _weighs(self, task: Task) -> bool:
-        """Whether models may be shrunk, and some points are held out to tell how strongly."""
-        return self.shrink and (bool(task.location) or self._has_closed_form(task))
-
-    def _has_closed_form(self, task: Task) -> bool:
-        return self.closed and task.from_moments is not None
-
-    @property
-    def _by_kfed(self) -> int:
-        """Restarts that begin with k-FED's assignment."""
-        return {"kfed": self.restarts, "mixed": 1}.get(self.init, 0) if isinstance(self.init, str) else 0
-
-    def _singular(self, state: State, moments: Moments, covariance: Tensor) -> str:
-        """What to tell if a covariance has no inverse."""
-        r, j = (torch.linalg.cholesky_ex(covariance).info > 0).nonzero()[0].tolist()
-        return (
-            f"UIFCA: round {state.round + 1}: the covariance of cluster {j} ({int(moments.number[r, j])} points in "
-            f"{covariance.shape[-1]} dimensions) is singular with a ridge of {self.ridge:g}; a larger one helps"
-        )
-
-
-def _held(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
-    """What a step draws that needs nothing but to know which points are held out."""
-    return {"held": held_out(n, key)}
-
-
-def _sums(own: Tensor, x: Tensor) -> dict[str, Any]:
-    """How many points of x (n, d) are in every cluster, where `own` (r, k, n) is 1, and their moments."""
-    left = own.flatten(0, 1).T[:, :, None] * x[:, None]  # (n, r·k, d)
-    return {"number": own.sum(2), "first": own @ x, "second": Outer(left.flatten(1), x)}
-
-
-def _where(which: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(which.to(old.device).reshape(*which.shape, *[1] * (old.dim() - which.dim())), new, old)
+    def drawn_models(self, task: Task, key: Key) -> Params:
+        """Algorithm 4, line 3: a random model of every restart, with a little noise for each cluster (r, k, …)."""
+        return stack([noisy_copies(task, self.k, key.fold(r)) for r in range(self.restarts)])

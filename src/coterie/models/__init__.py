@@ -1,4 +1,4 @@
-"""Small models for federations. Any other `nn.Module` works as well: see `Task.from_module`."""
+"""Small models for federations. Any other `nn.Module` works as well, through `Task.from_module`."""
 
 from torch import nn
 

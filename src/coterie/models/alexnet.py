@@ -1,4 +1,4 @@
-"""A small AlexNet, and RotNet: what a network has learnt that was taught to tell how images are turned.
+"""A small AlexNet, and RotNet: features of a network that was trained to predict the rotation of images.
 
 ImageNet Classification with Deep Convolutional Neural Networks
     Alex Krizhevsky, Ilya Sutskever, Geoffrey Hinton. NeurIPS 2012.
@@ -18,12 +18,12 @@ LR, MOMENTUM, DECAY = 0.05, 0.9, 5e-4
 class AlexNet(nn.Module):
     """Five convolutions for small images, with batch normalisation, and a linear layer on the mean of the last one.
 
-    It is trained in one place (see `rotnet`), not by a federation, which could not average the normalisation.
+    It is trained centrally by `rotnet`, not by a federation, which could not average the batch normalisation.
 
     Args:
-        depth: Channels of an image.
+        depth: Number of channels of an image.
         classes: Number of classes.
-        features: Filters of the last convolution.
+        features: Number of filters of the last convolution.
 
     Example:
         >>> net = AlexNet(1, 4).eval()
@@ -43,22 +43,22 @@ class AlexNet(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def represent(self, x: Tensor) -> Tensor:
-        """The activations of the last convolution, in the mean over each image."""
+        """Return the features of every image: the mean activation of each filter of the last convolution."""
         return self.convolutions(x).mean((-2, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, one row per image."""
+        """Return logits, one row per image."""
         return self.head(self.represent(x))
 
 
 def rotnet(images: Tensor, *, steps: int = 2000, batch: int = 128, seed: int = 0) -> AlexNet:
-    """An AlexNet that tells by which quarter turn each image was turned, ready to represent images.
+    """Train an AlexNet to predict which of four rotations was applied to an image, and return it for its features.
 
     Args:
-        images: (n, channels, height, width), square, all upright.
-        steps: Steps of SGD with momentum, whose size rises and falls once.
-        batch: Images of a step, each of which is seen in all four turns.
-        seed: Of the weights and of the batches.
+        images: Square upright images (n, channels, height, width).
+        steps: Number of steps of SGD with momentum, with a one-cycle learning-rate schedule.
+        batch: Number of images per step, each of which is used in all four rotations.
+        seed: Seed of the weights and of the batches.
 
     Example:
         >>> net = rotnet(torch.rand(8, 1, 28, 28), steps=2, batch=4)

@@ -11,9 +11,9 @@ class CNN(nn.Module):
     Args:
         shape: (channels, height, width) of an image.
         classes: Number of classes.
-        channels: Filters of each convolution.
+        channels: Number of filters of each convolution.
         kernel: Width of a filter.
-        hidden: Units of the hidden layer.
+        hidden: Number of units of the hidden layer.
 
     Example:
         >>> import torch
@@ -45,7 +45,7 @@ class CNN(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, one row per image."""
+        """Return logits, one row per image."""
         for convolution in self.convolutions:
             x = nn.functional.max_pool2d(convolution(x).relu(), 2)
         return self.head(self.hidden(x.flatten(1)).relu())

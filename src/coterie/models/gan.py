@@ -1,4 +1,4 @@
-"""The three networks of ClusterGAN: a generator, a critic, and an encoder that finds the way back.
+"""The three networks of ClusterGAN: a generator, a critic, and an encoder that inverts the generator.
 
 ClusterGAN: Latent Space Clustering in Generative Adversarial Networks
     Sudipto Mukherjee, Himanshu Asnani, Eugene Lin, Sreeram Kannan. AAAI 2019.
@@ -12,23 +12,23 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-SLOPE = 0.2  # of the rectifiers below 0
+SLOPE = 0.2  # negative slope of the leaky ReLUs
 
 
 class GAN(nn.Module):
-    """Networks between rows and codes (z_n, z_c): dz numbers that tell a cluster's points apart, and a cluster of k.
+    """Networks that map between rows and codes (z_n, z_c): dz numbers that vary within a cluster, and the cluster.
 
-    The generator makes rows of codes, the critic gives a row a number, the encoder makes codes of rows. There is no
-    batch normalisation, which the original has in its generator and encoder: a federation cannot average it. Pixels lie
+    The generator maps codes to rows, the critic scores rows, the encoder maps rows to codes. There is no batch
+    normalisation, which the original has in its generator and encoder: a federation cannot average it. Pixels lie
     between 0 and 1.
 
     Args:
         shape: (channels, height, width) of an image, or (d,) for points, whose networks have linear layers only.
-        k: Clusters.
-        dz: Numbers of a code besides its cluster.
-        channels: Filters of each convolution, each of which halves an image; None takes 64 and 128 for images, none
-            for points.
-        hidden: Units of each hidden layer.
+        k: Number of clusters.
+        dz: Number of values of a code besides its cluster.
+        channels: Number of filters of each convolution, each of which halves the image; None takes 64 and 128 for
+            images, and no convolutions for points.
+        hidden: Number of units of each hidden layer.
 
     Example:
         >>> import torch
@@ -64,19 +64,19 @@ class GAN(nn.Module):
         if len(shape) == 3:
             self.between = (0.0, 1.0)
         self.generator = _generator(dz + k, shape, channels, hidden)
-        # A constant added to all that the critic says changes neither player's loss.
+        # A constant added to all scores of the critic changes neither network's loss.
         self.critic = _reader(shape, channels, hidden, 1, bias=False)
         self.encoder = _reader(shape, channels, hidden, dz + k)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the clusters, one row per row of x."""
+        """Return the logits of the clusters, one row per row of x."""
         return self.encoder(x)[:, self.dz :]
 
 
 def _reader(
     shape: Sequence[int], channels: Sequence[int], hidden: Sequence[int], out: int, *, bias: bool = True
 ) -> nn.Sequential:
-    """From rows to `out` numbers: convolutions that halve an image, hidden layers."""
+    """Build a network from rows to `out` numbers: convolutions that halve an image, then hidden layers."""
     sizes = [math.prod(_smallest(shape, channels)), *hidden]
     convolutions = [nn.Conv2d(a, b, 4, stride=2, padding=1) for a, b in pairwise([shape[0], *channels])]
     layers: list[nn.Module] = [nn.Linear(a, b) for a, b in pairwise(sizes)]
@@ -86,7 +86,7 @@ def _reader(
 
 
 def _generator(codes: int, shape: Sequence[int], channels: Sequence[int], hidden: Sequence[int]) -> nn.Sequential:
-    """The way of a reader backwards."""
+    """Build a network from codes to rows: the layers of `_reader` in reverse order."""
     small = _smallest(shape, channels)
     layers: list[nn.Module] = [nn.Linear(a, b) for a, b in pairwise([codes, *reversed(hidden), math.prod(small)])]
     layers[-1] = nn.Sequential(layers[-1], nn.Unflatten(1, small))
@@ -96,11 +96,11 @@ def _generator(codes: int, shape: Sequence[int], channels: Sequence[int], hidden
 
 
 def _rectified(layers: Sequence[nn.Module]) -> nn.Sequential:
-    """The layers with rectifiers between them."""
+    """Put a leaky ReLU between the layers."""
     between = [part for layer in layers for part in (layer, nn.LeakyReLU(SLOPE))]
     return nn.Sequential(*between[:-1])
 
 
 def _smallest(shape: Sequence[int], channels: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a row behind the last convolution."""
+    """Return the shape of a row after the last convolution."""
     return (channels[-1], *(side >> len(channels) for side in shape[1:])) if channels else tuple(shape)

@@ -1,4 +1,4 @@
-"""A linear map, of the rows or of features of them: logistic, linear and polynomial regression."""
+"""Models that are linear in the rows or in features of the rows: logistic, linear and polynomial regression."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """y = φ(x)Wᵀ + b on flattened rows.
+    """A linear model of the flattened rows or of features of them: y = φ(x)Wᵀ + b.
 
     Args:
-        inputs: Features of a row, after `phi`.
-        outputs: Classes, or targets.
+        inputs: Number of features of a row, after `phi`.
+        outputs: Number of classes, or of targets.
         bias: Whether to learn b.
         phi: The feature map φ, rows (n, …) to features (n, inputs); the identity if None.
 
@@ -31,21 +31,21 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(inputs, outputs, bias)
         self.phi = phi
-        if phi is None:  # a function cannot be written into the configuration of a run
+        if phi is None:  # a function cannot be written to the configuration of a run
             self.spec = {"name": "linear", "inputs": inputs, "outputs": outputs, "bias": bias}
 
     def forward(self, input: Tensor) -> Tensor:
-        """One row of outputs per row of inputs."""
+        """Return one row of outputs per row of inputs."""
         return super().forward((input if self.phi is None else self.phi(input)).flatten(1))
 
 
 class Polynomial(Linear):
-    """A polynomial of the rows: linear in all their monomials up to a degree.
+    """A polynomial of the rows: a linear model of all monomials up to a degree.
 
     Args:
-        inputs: Numbers in a row.
+        inputs: Number of values in a row.
         degree: The highest total degree of a monomial.
-        outputs: Targets.
+        outputs: Number of targets.
 
     Example:
         >>> model = Polynomial(2, degree=2)  # x₁, x₂, x₁², x₁x₂, x₂², and the bias

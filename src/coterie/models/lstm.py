@@ -7,16 +7,16 @@ from torch import Tensor, nn
 
 
 class LSTM(nn.Module):
-    """Guesses the next word at every position: an embedding, LSTM layers, and a logit per word.
+    """A language model that predicts the next word at every position: an embedding, LSTM layers, a logit per word.
 
-    It is written in matrix products, for `torch.func.vmap` cannot batch `nn.LSTM`. The gates are in the order of
+    It is written with matrix products, because `torch.func.vmap` cannot batch `nn.LSTM`. The gates are in the order of
     `nn.LSTM`: input, forget, cell, output.
 
     Args:
         words: Size of the vocabulary.
-        embedding: Numbers per word.
-        hidden: Units of each layer.
-        layers: LSTM layers.
+        embedding: Size of the embedding of a word.
+        hidden: Number of units of each layer.
+        layers: Number of LSTM layers.
 
     Example:
         >>> LSTM(50, embedding=4, hidden=8)(torch.zeros(3, 20, dtype=torch.long)).shape
@@ -35,7 +35,7 @@ class LSTM(nn.Module):
         self.head = nn.Linear(hidden, words)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (n, length, words) of the word after each of x (n, length)."""
+        """Return the logits (n, length, words) of the word that follows each word of x (n, length)."""
         out = self.embedding(x)
         for inputs, recurrence in zip(self.inputs, self.recurrences, strict=True):
             out = _unrolled(inputs(out), recurrence)
@@ -43,7 +43,7 @@ class LSTM(nn.Module):
 
 
 def _unrolled(given: Tensor, recurrence: nn.Module) -> Tensor:
-    """The outputs (n, length, h) of a layer, from what its inputs add to the gates (n, length, 4h)."""
+    """Return the outputs (n, length, h) of a layer, given what its inputs add to the gates (n, length, 4h)."""
     outputs: list[Tensor] = []
     cell = out = given.new_zeros(given.shape[0], given.shape[-1] // 4)
     for now in given.unbind(1):

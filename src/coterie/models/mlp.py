@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, on flattened rows.
+    """A multilayer perceptron: linear layers with ReLU between them, on flattened rows.
 
     Args:
-        sizes: Features, hidden units of each layer, classes: `MLP(784, 200, 10)` is the IFCA paper's.
+        sizes: Number of features, of hidden units of each layer, and of classes: `MLP(784, 200, 10)` is the IFCA
+            paper's.
 
     Example:
         >>> [name for name, _ in MLP(64, 32, 10).named_parameters()]
@@ -26,7 +27,7 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, one row per row of x."""
+        """Return logits, one row per row of x."""
         x = x.flatten(1)
         for layer in self.layers[:-1]:
             x = layer(x).relu()

@@ -41,3 +41,13 @@ class Choosing(Method):
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The model with the lowest loss, for a client that may have taken no part in training."""
         return int(nearest(task, self.models(state), data)[0])
+
+
+def counted(labels: Tensor, k: int) -> Tensor:
+    """How many clients are in each of k clusters (r, k), from their labels (r, m).
+
+    Example:
+        >>> counted(torch.tensor([[0, 1, 1, -1]]), 3).tolist()
+        [[1, 2, 0]]
+    """
+    return torch.stack([(labels == j).sum(1) for j in range(k)], 1)

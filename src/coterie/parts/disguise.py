@@ -7,6 +7,7 @@ share a secret seed can therefore send P Δθ in place of Δθ.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +17,14 @@ from torch.func import vmap
 
 from coterie.core.key import Key
 from coterie.core.pytree import Params, flat
+from coterie.core.settings import setting
+from coterie.core.task import Task
 
 BLOCK = 64  # coordinates that are rotated together
 _ORDER, _SIGNS, _ROTATION, _SKETCH = range(4)  # streams under the secret
 
 Kind = Literal["none", "permutation", "rotation"]
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of a model's parameters, in order
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Disguise:
 
     kind: Kind
     secret: int
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: Shapes
 
     def __post_init__(self) -> None:
         if self.kind != "none":  # drawn here and kept, for inside vmap nothing can be drawn
@@ -85,7 +89,7 @@ class Disguise:
         return -(-self._size // BLOCK) * BLOCK if self.kind == "rotation" else self._size
 
 
-def shapes_of(params: Params) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def shapes_of(params: Params) -> Shapes:
     """Names and shapes, in order."""
     return tuple((name, tuple(x.shape)) for name, x in params.items())
 
@@ -123,6 +127,34 @@ class Sketch:
     @property
     def _padded(self) -> int:
         return -(-self.length // self.size) * self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """Hyperparameters of what the server sees of the clients' updates.
+
+    Args:
+        privacy: Clients send updates through a secret "permutation" of all coordinates, or "rotation"; the server never
+            sees a model or an update without it.
+        secret: The seed of it, which only clients know.
+        sketch: Compare random projections of this length; the server then sees sums and projections only.
+    """
+
+    privacy: Kind = "none"
+    secret: int = setting(0, low=0)
+    sketch: int | None = setting(None, low=2)
+
+    def disguise(self, shapes: Shapes) -> Disguise:
+        """The map P for models of these shapes."""
+        return Disguise(self.privacy, self.secret, tuple((name, tuple(shape)) for name, shape in shapes))
+
+    def maps(self, task: Task) -> tuple[Disguise, Callable[[Params], Tensor]]:
+        """The map P for a task's models, and what is compared of a disguised update: all of it, or its sketch."""
+        disguise = self.disguise(shapes_of(like := task.init(Key.of(0))))
+        if self.sketch is None:
+            return disguise, lambda update: flat(update, axes=0)
+        project = Sketch(flat(disguise.put_on(like), axes=0).numel(), self.sketch)
+        return disguise, lambda update: project(flat(update, axes=0))
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 STARTS = 20  # first centres that are tried, at most
+
+
+class TooFewCentres(ValueError):
+    """Clients found fewer centres than there are to be clusters."""
+
+    def __init__(self, message: str, found: int) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 def kmeans(points: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
@@ -41,6 +51,19 @@ def _refined(points: Tensor, centres: Tensor, weight: Tensor) -> Tensor:
         total = own.sum(0)[:, None]
         centres = torch.where(total > 0, own.T @ points / total.clamp(min=1e-300), centres)
     return centres
+
+
+def linked(close: Tensor) -> Tensor:
+    """The groups of points that are linked by close ones (groups, h), 1 for each member, from who is close (h, h).
+
+    Example:
+        >>> linked(torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]]) > 0).tolist()
+        [[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
+    """
+    reach = close.double()
+    for _ in range(math.ceil(math.log2(len(reach))) + 1):
+        reach = (reach @ reach > 0).double()
+    return reach.unique(dim=0)
 
 
 def distances(x: Tensor, centres: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ class Moments(NamedTuple):
     second: Tensor  # (…, k, d, d)
     about: Tensor  # (d,)
 
+    def of(self, restart: int) -> Moments:
+        """The sums of one restart."""
+        return Moments(self.number[restart], self.first[restart], self.second[restart], self.about)
+
     def less(self, part: Moments) -> Moments:
         """The sums without those over a part of the points."""
         return Moments(self.number - part.number, self.first - part.first, self.second - part.second, self.about)

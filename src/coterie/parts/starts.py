@@ -21,6 +21,8 @@ from coterie.core.sums import slot_mean
 from coterie.core.task import Task
 from coterie.core.train import Descend, Models, Train, choose_nearest
 
+NOISE = 0.01  # by which copies of one model differ
+
 
 @dataclass(frozen=True)
 class Start(ABC):
@@ -167,6 +169,17 @@ class Given(Start):
             if got != shapes:
                 raise ValueError(f"init: model {j} has parameters {got}, the task's have {shapes}")
         return stack([{n: torch.as_tensor(m[n]) for n in like} for m in self.models])
+
+
+def noisy_copies(task: Task, k: int, key: Key) -> Params:
+    """K models (k, …) that differ from one random model by a little noise, so that none is better than the others."""
+    first = task.init(key)
+
+    def near(key: Key) -> Params:
+        g = key.generator()
+        return {n: x + NOISE * torch.randn(x.shape, generator=g) for n, x in first.items()}
+
+    return stack([near(key.fold(j)) for j in range(k)])
 
 
 def find_start(init: Any, k: int) -> Start:

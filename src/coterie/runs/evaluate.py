@@ -317,7 +317,7 @@ def _points(method: PointMethod, state: Any, everybody: Cohort, choose_on: str) 
     scorer = PointScorer(method, int(y.max()) + 1 if known else 0)
     reply = cohort.gather(scorer.score, method.models(state), slots=method.k)
     score = reply.note["score"].cpu().numpy()
-    same_rows = cohort.federation.part(choose_on) is cohort.federation.split("test")  # k-FED need not look again
+    same_rows = cohort.federation.part(choose_on) is cohort.federation.part("test")  # k-FED need not look again
     labels = reply.slot if same_rows else method.place(state, everybody.on(choose_on))
     return PointScores(
         metric=cohort.task.metric,

@@ -106,6 +106,7 @@ def fit_on(
     seed: int = 0,
     evaluations: int = 100,
     secure: SecureSum | None = None,
+    secured: Callable[[Any, SecureSum], Engine] | None = None,
     uplink: Uplink | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -120,6 +121,7 @@ def fit_on(
         seed: Every random number follows from it.
         evaluations: How often at most all clients are scored on the way.
         secure: The secure sum by which updates are added up; None adds in the open.
+        secured: Puts the engine of a secure sum around the clients' own; None takes the simulator's.
         uplink: What the engine does to every reply, for the run folder.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
@@ -134,7 +136,7 @@ def fit_on(
     if uplink is not None and uplink.transforms:
         options["uplink"] = describe_uplink(uplink)
     if secure is not None:
-        membership, options["secure"] = _secured(membership, secure), to_plain(secure)
+        membership, options["secure"] = _secured(membership, secure, secured), to_plain(secure)
     config = _config(algorithm, engine.task, engine.federation, options)
     record = None
     if out:
@@ -146,17 +148,17 @@ def fit_on(
 
 def check_uplink(uplink: Sequence[Transform]) -> Uplink:
     """The transforms that are given, if they are functions, with their settings checked."""
-    for transform in uplink:
-        if not callable(transform) or isinstance(transform, type):
-            raise ValueError(f"fit: uplink must be a list of functions of a reply, such as Quantise(), got {transform!r}")
+    for transform in uplink if isinstance(uplink, list | tuple) else [uplink]:
+        if not callable(transform) or isinstance(transform, type) or transform is uplink:
+            raise ValueError(
+                f"fit: uplink must be a list of functions of a reply, such as Quantise(), got {transform!r}"
+            )
         if hasattr(transform, "__dataclass_fields__"):
             validate(transform)
     return Uplink(tuple(uplink))
 
 
-def _check(
-    algorithm: Method, rounds: int, seed: int, evaluations: int, out: str | Path | None, resume: bool
-) -> None:
+def _check(algorithm: Method, rounds: int, seed: int, evaluations: int, out: str | Path | None, resume: bool) -> None:
     validate(algorithm)
     for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -165,18 +167,17 @@ def _check(
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
 
 
-def _secured(membership: Membership, secure: SecureSum) -> Membership:
+def _secured(
+    membership: Membership, secure: SecureSum, around: Callable[[Any, SecureSum], Engine] | None
+) -> Membership:
     if find_spec("cryptography") is None:
         raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
     check_type("fit: secure", secure, SecureSum)
     validate(secure)
-    if membership.engine.remote:
-        from coterie.flower.secure_engine import SecureFlower
+    from coterie.secure.engine import Secure  # which needs that package
 
-        return membership.wrapped(lambda engine: SecureFlower(engine, secure))
-    from coterie.secure.engine import Secure
-
-    return membership.wrapped(lambda engine: Secure(engine, secure))
+    make = around or Secure
+    return membership.wrapped(lambda engine: make(engine, secure))
 
 
 def _config(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The secure sum: the server learns sums and counts by cluster, never an update nor who is in which cluster.
+"""Secure aggregation: the server learns sums and counts per cluster, never one client's update or its cluster.
 
-`shamir` shares secrets, `masks` holds the primitives, `protocol` the two sides of a session, `engine` what methods see
-of it. All but the settings below need the package `cryptography`.
+`shamir` implements secret sharing, `masks` the cryptographic primitives, `protocol` the client's and the server's side
+of a session, and `engine` the engine that methods use. All but the settings below need the package `cryptography`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from coterie.core.settings import setting
 
 @dataclass(frozen=True)
 class SecureSum:
-    """How clients' updates are added up so that nobody sees one of them.
+    """Settings of secure aggregation: clients' updates are added so that nobody sees a single one of them.
 
     Args:
-        threshold: More than this share of the invited clients must answer every exchange, else no sum is opened. So
-            many would also have to join forces with the server to open another client's update.
-        min_members: The sum of a cluster with fewer members is not opened; its model stays as it is.
-        clip: The largest absolute value that a client may send, its weight times any number of its update, or its
-            weight. Numbers are rounded to multiples of clip · clients / 2⁶²; one beyond clip is an error.
+        threshold: More than this fraction of the invited clients must answer every exchange; otherwise no sum is opened
+            (revealed to the server). As many clients would have to collude with the server to open another client's
+            update.
+        min_members: The sum of a cluster with fewer members is not opened; its model does not change in that round.
+        clip: The largest absolute value that a client may send, which is its weight, or its weight times any number of
+            its update. Numbers are rounded to multiples of clip · clients / 2⁶²; a larger number than clip is an error.
 
     Example:
         >>> import coterie as ct

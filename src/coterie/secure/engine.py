@@ -1,4 +1,4 @@
-"""An engine whose clients mask what they send: what a method sees of the secure sum."""
+"""The engine of the secure sum: clients mask their replies, and a method gets only the sums."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from coterie.secure import SecureSum
 from coterie.secure.masks import simulated
 from coterie.secure.protocol import Answering, Client, Opened, Session, Sheet, Terms, Transcript
 
-MOST = 256  # clients of a session: masks and shares are made for every pair
+MOST = 256  # clients per session: masks and shares are made for every pair of clients
 ROOM = 62  # bits for the largest sum, of the 63 that a signed number has
-LEAST = 20  # bits behind the point, below which sums would not be exact enough
+LEAST = 20  # fractional bits; with fewer, sums would not be exact enough
 
 Witness = Callable[[Transcript], None]
 
 
 class Secure(Engine):
-    """The clients of another engine, in sessions of the secure sum.
+    """An engine that runs the clients of another engine in sessions of the secure sum.
 
-    The clients' steps run on the inner engine. What is done in a client's name here (its key pairs, its masks) is done
-    by its own `Client`, and the server's part by a `Server`, which sees a transcript and no more.
+    The clients' steps run on the inner engine. Each client's part of the protocol (key pairs, masks) is done by its own
+    `Client` object, and the server's part by a `Server`, which sees nothing but a transcript.
 
     Args:
-        inner: Runs the clients' steps.
-        settings: Of the secure sum.
-        answering: Who answers an exchange: everybody, unless told otherwise.
-        witness: Is given the transcript of every session, which is all that the server sees.
+        inner: The engine that runs the clients' steps.
+        settings: Settings of the secure sum.
+        answering: Given the name of an exchange and the clients that are asked, returns those that answer; by default
+            all of them.
+        witness: Called with the transcript of every session, which holds everything that the server sees.
     """
 
     def __init__(
@@ -53,27 +54,27 @@ class Secure(Engine):
         self._sessions = itertools.count()
 
     def in_the_open(self) -> Engine:
-        """The inner engine: what a real federation would not exchange need not be masked either."""
+        """Return the inner engine, for messages that a real federation would not exchange and that need no masks."""
         return self.inner
 
     def combine(self, exchange: Exchange) -> Sums:
-        """Run the step on every client and add the weighted updates up by slot, in one session of the secure sum."""
+        """Run the step on every client and sum the weighted updates per slot, in one session of the secure sum."""
         session = Session(*self._parties(exchange), self._answering)
         here = session.agree()
         position = {i: at for at, i in enumerate(exchange.clients.tolist())}
-        present = exchange.only(torch.tensor([position[i] for i in here], dtype=torch.long))  # who is gone does nothing
+        present = exchange.only(torch.tensor([position[i] for i in here], dtype=torch.long))  # dropped ones do nothing
         reply = self.inner.gather(present._replace(ledger=replace(exchange.ledger, bytes_down=0, bytes_up=0)))
         secrecy = derived(exchange.step, self.task).secrecy
         everybody = len(exchange.clients)
         code = Code.of(self._settings.clip, everybody, reply, exchange.slots, step_name(exchange.step), secrecy)
-        # From here to the session every row of `reply` is with its own client, and the server has none of them.
+        # Up to the session every row of `reply` belongs to its own client, and the server has none of them.
         sheets = {i: code.sheet(take(reply, row), self.federation.name(i)) for row, i in enumerate(here)}
         opened = session.add(sheets)
         self._account(exchange, session.server.transcript, exchange.bytes_down() * len(here), opened)
         return tree_map(lambda x: x.to(self.device), code.sums(opened, everybody))
 
     def gather(self, exchange: Exchange) -> Reply:
-        """Refuse: of a secure sum the server gets nothing but sums."""
+        """Raise a ValueError: in a secure sum the server gets nothing but sums."""
         raise ValueError(
             f"secure sum: {step_name(exchange.step)} needs every client's own reply (gather), and of a secure sum the "
             "server gets nothing but sums; choose another method or start, or leave secure out"
@@ -91,7 +92,7 @@ class Secure(Engine):
         return {i: Client(i, terms, simulated(self.client_key(i).fold(*when))) for i in clients}, terms
 
     def _account(self, exchange: Exchange, transcript: Transcript, down: int, opened: Opened) -> None:
-        """Count bytes, and log what the server knows of a session that did not go as usual."""
+        """Count bytes, and log clients that dropped out and slots that were not opened."""
         ledger, everybody = exchange.ledger, len(exchange.clients)
         ledger.charge(down + transcript.bytes_down, transcript.bytes_up)
         self._witness(transcript)
@@ -106,18 +107,30 @@ class Secure(Engine):
 
 
 class Code(NamedTuple):
-    """How replies are written as numbers modulo 2⁶⁴, and sums of them read."""
+    """The encoding of replies as integers modulo 2⁶⁴, and the decoding of their sums."""
 
     clip: float
-    bits: int  # behind the point
+    bits: int  # fractional bits
     slots: int
-    update: Any  # the form of what is added up to one slot: tensors with a shape and no numbers
-    note: dict[str, Tensor]  # the form of one client's
-    secrecy: Mapping[str, Secrecy]  # what the server gets of each note
+    update: Any  # the form of what is summed in one slot: tensors with a shape but no numbers
+    note: dict[str, Tensor]  # the form of one client's notes
+    secrecy: Mapping[str, Secrecy]  # what the server gets in place of each note
 
     @classmethod
     def of(cls, clip: float, clients: int, reply: Reply, slots: int, name: str, secrecy: Mapping[str, Secrecy]) -> Code:
-        """The code for so many clients' replies like these; it looks at their form only, so there may be none."""
+        """Return the code for replies of a given form.
+
+        Args:
+            clip: The largest absolute value that a client may send.
+            clients: Number of clients whose replies are summed.
+            reply: Replies, of which only the shapes and types are used; there may be none.
+            slots: Number of sums.
+            name: Name of the client step, for messages.
+            secrecy: What the server gets in place of each note: its mean over all clients, or nothing.
+
+        Raises:
+            ValueError: The step has a note that would have to be sent as it is, or `clip` is too large.
+        """
         for note in reply.note:
             if note not in secrecy:
                 raise ValueError(
@@ -133,20 +146,25 @@ class Code(NamedTuple):
 
     @property
     def head(self) -> int:
-        """How many numbers the head of a sheet has."""
+        """The length of the head of a sheet."""
         return self.slots + sum(self.note[n].numel() for n in self._averaged())
 
     @property
     def width(self) -> int:
-        """How many numbers each row of its body has: those of an update, and the weight."""
+        """The length of each row of the body of a sheet: the numbers of an update, and the weight."""
         return sum(x.numel() for x in leaves(self.update)) + 1
 
     def sheet(self, reply: Reply, who: str) -> Sheet:
-        """One client's reply, on the client."""
+        """Encode one client's reply; this happens on the client.
+
+        Args:
+            reply: The reply.
+            who: Name of the client, for messages.
+        """
         slot, weight = reply.slot.reshape(-1).cpu(), reply.weight.reshape(-1).cpu()
         parts = [x.reshape(len(slot), -1).cpu().double() for x in leaves(reply.update)]
         numbers = torch.cat([*parts, torch.ones(len(slot), 1)], 1) * weight[:, None]  # the last one is the weight
-        numbers[weight == 0] = 0  # whatever it is, it counts nothing
+        numbers[weight == 0] = 0  # also if it is NaN
         body = np.zeros((self.slots, numbers.shape[1]), np.uint64)
         np.add.at(body, slot.numpy(), self._encode(numbers, who))
         chosen = torch.zeros(self.slots, dtype=torch.long).index_put_((slot[weight > 0],), torch.tensor(1))
@@ -154,12 +172,24 @@ class Code(NamedTuple):
         return Sheet(np.concatenate([chosen.numpy().view(np.uint64), self._encode(noted, who)]), body)
 
     def require_room(self, opened: Opened) -> None:
-        """Refuse numbers larger than any sum can be: they are masks that were taken off with wrong shares."""
+        """Check that no number is larger than any sum can be: it would be a mask that was removed with wrong shares.
+
+        Args:
+            opened: The opened sums.
+
+        Raises:
+            ValueError: There is such a number.
+        """
         if (np.abs(opened.sheet.body.astype(float)) > 2.0**ROOM).any():
             raise ValueError("secure sum: the sums make no sense, so somebody has not kept to the protocol")
 
     def sums(self, opened: Opened, participants: int) -> Sums:
-        """What was opened, as the method gets it, on the server."""
+        """Decode the opened sums for the method; this happens on the server.
+
+        Args:
+            opened: The opened sums.
+            participants: Number of clients that were invited, for each of which there is a row of notes.
+        """
         body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots :]))
         rest = iter(body[:, :-1].split([x.numel() for x in leaves(self.update)], 1))
         update = tree_map(lambda x: next(rest).reshape(self.slots, *x.shape).to(x.dtype), self.update)

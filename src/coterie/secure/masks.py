@@ -1,4 +1,4 @@
-"""The primitives, all of them from the package `cryptography`: key agreement, masks, sealed messages, randomness."""
+"""Cryptographic primitives, from the package `cryptography`: key agreement, masks, encrypted messages, randomness."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from coterie.core.key import Key
 
 SECRET = 32  # bytes of a seed, of a secret key and of a public key
-TAG = 16  # bytes by which a sealed message is longer
+TAG = 16  # bytes by which an encrypted message is longer
 
-Entropy = Callable[[int], bytes]  # so many random bytes; `os.urandom` wherever there is something to protect
+Entropy = Callable[[int], bytes]  # returns that many random bytes; `os.urandom` except in simulations
 
 
 class Pair:
-    """A key pair of X25519.
+    """An X25519 key pair.
 
     Args:
-        secret: The secret key: any `SECRET` random bytes.
+        secret: The secret key: `SECRET` random bytes.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -35,7 +35,11 @@ class Pair:
         self.public = self._key.public_key().public_bytes_raw()
 
     def agree(self, public: bytes, purpose: bytes) -> bytes:
-        """The secret that this pair and the owner of another one have in common, one for every purpose.
+        """Return the secret that this key pair shares with the owner of another one, a different one per purpose.
+
+        Args:
+            public: The other's public key.
+            purpose: What the secret is used for.
 
         Example:
             >>> a, b = Pair(bytes(32)), Pair(bytes(range(32)))
@@ -47,7 +51,10 @@ class Pair:
 
 
 def usable(public: bytes) -> bool:
-    """Whether others can agree on a secret with the owner of this public key: there are some with which nobody can.
+    """Return whether a key agreement with this public key is possible; some byte strings are not valid keys.
+
+    Args:
+        public: The public key.
 
     Example:
         >>> usable(Pair(bytes(32)).public), usable(bytes(32))
@@ -61,7 +68,11 @@ def usable(public: bytes) -> bool:
 
 
 def mask(seed: bytes, length: int) -> np.ndarray:
-    """So many numbers below 2⁶⁴ that look random to everybody who does not know the seed.
+    """Return numbers below 2⁶⁴ that look random to everybody who does not know the seed.
+
+    Args:
+        seed: `SECRET` bytes.
+        length: How many numbers to return.
 
     Example:
         >>> mask(bytes(32), 3).dtype, bool((mask(bytes(32), 3) == mask(bytes(32), 5)[:3]).all())
@@ -71,28 +82,51 @@ def mask(seed: bytes, length: int) -> np.ndarray:
 
 
 def seal(key: bytes, sender: int, receiver: int, text: bytes) -> bytes:
-    """Encrypt and sign what one client sends to another by way of the server."""
+    """Encrypt and authenticate a message that one client sends to another through the server.
+
+    Args:
+        key: The key that the two clients share.
+        sender: Number of the client that sends the message.
+        receiver: Number of the client that the message is for.
+        text: The message.
+    """
     return ChaCha20Poly1305(key).encrypt(_nonce(sender), text, _address(sender, receiver))
 
 
 def unseal(key: bytes, sender: int, receiver: int, sealed: bytes) -> bytes:
-    """The inverse of `seal`; fails if anything has been changed on the way."""
+    """Decrypt a message that `seal` has encrypted; raise an error if it has been changed.
+
+    Args:
+        key: The key that the two clients share.
+        sender: Number of the client that sent the message.
+        receiver: Number of the client that the message is for.
+        sealed: The encrypted message.
+
+    Raises:
+        cryptography.exceptions.InvalidTag: The message, its sender or its receiver has been changed.
+    """
     return ChaCha20Poly1305(key).decrypt(_nonce(sender), sealed, _address(sender, receiver))
 
 
 def simulated(key: Key) -> Entropy:
-    """Bytes that follow from a key, so that a simulation can be repeated. They protect nothing, for it is no secret."""
+    """Return a source of bytes that are computed from a key, so that a simulation is reproducible.
+
+    They protect nothing, because the key is not secret.
+
+    Args:
+        key: The key.
+    """
     return _stream(hashlib.blake2b(repr(key.path).encode(), digest_size=SECRET, person=b"coterie secure").digest())
 
 
 def _stream(seed: bytes) -> Entropy:
-    """ChaCha20 under a key that is used once, so that its nonce need not change."""
+    """Return a ChaCha20 stream. Each seed is used for one stream only, so the nonce need not change."""
     encryptor = Cipher(ChaCha20(seed, nonce=bytes(16)), mode=None).encryptor()
     return lambda length: encryptor.update(bytes(length))
 
 
 def _nonce(sender: int) -> bytes:
-    """Two clients have one key for a session, under which each sends the other one message."""
+    """Return the nonce: with the key that two clients share in a session, each sends the other one message."""
     return sender.to_bytes(12, "big")
 
 

@@ -1,150 +1,64 @@
-"""A session of the secure sum: a client's side, the server's side, and what passes between them.
+"""A session of the secure sum: the client's side, the server's side, and the messages between them.
 
 Practical Secure Aggregation for Privacy-Preserving Machine Learning
     Keith Bonawitz, Vladimir Ivanov, Ben Kreuter, Antonio Marcedone, H. Brendan McMahan, Sarvar Patel, Daniel Ramage,
     Aaron Segal, Karn Seth. CCS 2017, Figure 4.
 
-Each client hides its numbers, modulo 2⁶⁴, under masks of two kinds: one that it has in common with each other client,
-which the one adds and the other subtracts, so that they cancel in the sum; and masks of its own, whose seeds the others
-hold in shares. The server gets shares of a client's own seeds if its numbers have arrived, or of its secret key, from
-which its common masks follow, if they have not; never both.
+Each client hides its numbers, modulo 2⁶⁴, under masks of two kinds. One kind is shared by a pair of clients: one of
+them adds the mask and the other subtracts it, so that they cancel in the sum. The other kind belongs to one client, and
+the other clients hold shares of its seeds. If a client's numbers have arrived, the server gets shares of these seeds;
+if they have not, it gets shares of the client's secret key, from which its pairwise masks follow; never both.
 
-Here a client has a seed for every slot. Counts are opened first, and the clients keep their shares of the seeds of a
-slot that too few have chosen. So there are five exchanges, one more than in the paper:
+Here a client has a seed for every slot. Counts are opened (revealed to the server) first, and the clients do not send
+their shares of the seeds of a slot that too few clients have chosen. So there are five exchanges, one more than in the
+paper:
 
-    0  keys    up: two public keys                    down: everybody's
-    1  shares  up: sealed shares for every other      down: those that are addressed to one
-    2  sheets  up: the masked numbers                 down: whose have arrived
-    3  counts  up: a share of each client's seed for  down: how many chose each slot
+    0  keys    up: two public keys                    down: the public keys of all clients
+    1  shares  up: encrypted shares for every other   down: the shares that are addressed to the client
+    2  sheets  up: the masked numbers                 down: the clients whose numbers have arrived
+    3  counts  up: a share of each client's seed for  down: how many clients chose each slot
                counts, or of its secret key
-    4  sums    up: shares of the seeds of the slots that enough have chosen
+    4  sums    up: shares of the seeds of the slots that enough clients have chosen
 
-A party may also speak for several clients, as a node of a federation does for its own: its numbers are their sum.
+A party may also stand for several clients, as a node of a federation does for its own: its numbers are their sum.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 
 from coterie.secure.masks import SECRET, Entropy, Pair, mask, seal, unseal
+from coterie.secure.messages import EXCHANGES, NUMBER, Message, Opened, Payload, Sheet, Terms, TooFewLeft, Transcript
 from coterie.secure.shamir import SHARE, join, split
 
-EXCHANGES = ("keys", "shares", "sheets", "counts", "sums")
-NUMBER = 8  # bytes of a count, or of a client's number
-
-Payload = dict[int, bytes]  # by the client that it is for or about
-
-Answering = Callable[[str, list[int]], list[int]]  # of the clients asked in an exchange, those that answer
-
-
-class TooFewLeft(ConnectionError):
-    """Too few clients have kept to the protocol for a sum to be opened. No cluster's sum was opened."""
-
-
-class Terms(NamedTuple):
-    """What all parties to a session know beforehand.
-
-    Attributes:
-        invited: How many parties are asked.
-        needed: How many must answer every exchange.
-        min_members: How many clients must have chosen a slot for its sum to be opened.
-        slots: How many sums there are.
-        who: What the parties are, for messages: "clients", or the "nodes" that speak for several.
-    """
-
-    invited: int
-    needed: int
-    min_members: int
-    slots: int
-    who: str = "clients"
-
-
-class Sheet(NamedTuple):
-    """A client's numbers modulo 2⁶⁴, or a sum of several clients'.
-
-    Attributes:
-        head: What is opened always: whether it chose each slot (slots,), and whatever else concerns everybody.
-        body: What it adds to each slot (slots, width): zeros, but for the one that it chose.
-    """
-
-    head: np.ndarray
-    body: np.ndarray
-
-    def flat(self) -> np.ndarray:
-        """All numbers one after the other."""
-        return np.concatenate([self.head, self.body.ravel()])
-
-    @classmethod
-    def of(cls, numbers: np.ndarray, head: int, slots: int) -> Sheet:
-        """The sheet that has these numbers."""
-        return cls(numbers[:head], numbers[head:].reshape(slots, -1))
-
-
-class Opened(NamedTuple):
-    """What the server learns.
-
-    Attributes:
-        sheet: The sums, as signed numbers; zeros where a slot is not opened.
-        members: How many chose each slot (slots,).
-        clients: Whose numbers are in the sums.
-    """
-
-    sheet: Sheet
-    members: np.ndarray
-    clients: list[int]
-
-
-class Message(NamedTuple):
-    """Something that a client has sent to the server."""
-
-    exchange: str
-    client: int
-    payload: Payload
-
-
-@dataclass
-class Transcript:
-    """Everything that reaches the server in a session, and how many bytes go either way."""
-
-    messages: list[Message] = field(default_factory=list)
-    bytes_down: int = 0
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that the clients have sent."""
-        return sum(len(part) for message in self.messages for part in message.payload.values())
-
-    def of(self, exchange: str) -> dict[int, Payload]:
-        """What was sent in one exchange, by client."""
-        return {m.client: m.payload for m in self.messages if m.exchange == exchange}
+Answering = Callable[[str, list[int]], list[int]]  # (exchange, clients that are asked) -> those that answer
 
 
 class Client:
-    """One client in one session. Nothing of it is used again: a mask that hides two sheets hides neither.
+    """One client in one session. No secret is used in another session: a mask that hides two sheets hides neither.
 
     Args:
-        me: Its number, which is no secret.
-        terms: What was agreed on.
-        random: Where its secrets come from.
+        me: Number of the client, which is not secret.
+        terms: Parameters of the session.
+        random: Source of random bytes for the secrets.
     """
 
     def __init__(self, me: int, terms: Terms, random: Entropy = os.urandom) -> None:
         self.me, self._terms, self._random = me, terms, random
         self._channel, self._masking = Pair(random(SECRET)), Pair(random(SECRET))
         self._seeds = [random(SECRET) for _ in range(1 + terms.slots)]  # for the head, and for each row of the body
-        self._keys: dict[int, bytes] = {}  # the other clients'
-        self._held: dict[int, list[bytes]] = {}  # shares of everybody's secrets
+        self._keys: dict[int, bytes] = {}  # public keys of the other clients
+        self._held: dict[int, list[bytes]] = {}  # shares of the secrets of all clients
         self._arrived: list[int] | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """All that it must remember between two exchanges, for JSON. It is secret.
+        """Return everything that the client must store between two exchanges, for JSON. It is secret.
 
         Example:
             >>> one = Client(0, Terms(invited=2, needed=2, min_members=2, slots=3))
@@ -163,7 +77,11 @@ class Client:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Client:
-        """The client that `to_plain` described. What is drawn from now on comes from the system."""
+        """Restore a client; from now on its random bytes come from the operating system.
+
+        Args:
+            plain: What `to_plain` returned.
+        """
         drawn = iter(bytes.fromhex(secret) for secret in plain["drawn"])
         client = cls(plain["me"], Terms(*plain["terms"]), lambda length: next(drawn))
         client._random = os.urandom
@@ -173,14 +91,18 @@ class Client:
         return client
 
     def keys(self) -> Payload:
-        """Exchange 0: the public keys for sealing shares and for masks.
+        """Answer exchange 0 with the public keys for encrypting shares and for masks.
 
-        There are two, because the second one's secret may come to be opened.
+        There are two key pairs, because the secret key of the second one may be opened.
         """
         return {self.me: self._channel.public + self._masking.public}
 
     def shares(self, keys: Mapping[int, bytes]) -> Payload:
-        """Exchange 1: shares of the own secrets, sealed for each other client."""
+        """Answer exchange 1 with shares of this client's secrets, encrypted for each other client.
+
+        Args:
+            keys: The public keys of all clients, from the server.
+        """
         self._require(keys)
         self._keys = {i: key for i, key in keys.items() if i != self.me}
         secrets = [self._masking.secret, *self._seeds]
@@ -189,10 +111,14 @@ class Client:
         return {i: self._seal(i, b"".join(piece[i] for piece in pieces)) for i in self._keys}
 
     def sheet(self, sealed: Mapping[int, bytes], sheet: Sheet) -> Payload:
-        """Exchange 2: the own numbers under all masks.
+        """Answer exchange 2 with this client's numbers under all masks.
 
-        A share that cannot be opened is done without: it is the sender who has not kept to the protocol, and enough
-        others may hold shares of its secrets.
+        A share that cannot be decrypted is ignored: its sender has not followed the protocol, and enough other clients
+        may hold shares of the sender's secrets.
+
+        Args:
+            sealed: The encrypted shares that other clients sent to this one, by sender.
+            sheet: This client's numbers.
         """
         self._held |= {i: _cut(text) for i in sealed if (text := self._unseal(i, sealed[i])) is not None}
         self._require(self._held)
@@ -202,7 +128,11 @@ class Client:
         return {self.me: total.astype("<u8").tobytes()}
 
     def counts(self, arrived: Sequence[int]) -> Payload:
-        """Exchange 3: of each client a share of its seed for the head, or of its secret key; never of both."""
+        """Answer exchange 3 with a share of each client's seed for the head, or of its secret key, but never both.
+
+        Args:
+            arrived: The clients whose sheets have arrived, from the server.
+        """
         self._require(arrived)
         if self._arrived is not None:
             raise ValueError(f"secure sum: client {self.me} has been asked twice whose sheets have arrived")
@@ -210,12 +140,16 @@ class Client:
         return {i: held[1 if i in self._arrived else 0] for i, held in self._held.items()}
 
     def sums(self, count: Sequence[int]) -> Payload:
-        """Exchange 4: shares of the seeds of those slots that enough clients have chosen."""
+        """Answer exchange 4 with shares of the seeds of those slots that enough clients have chosen.
+
+        Args:
+            count: Number of clients that chose each slot, from the server.
+        """
         wanted, arrived = _large_enough(count, self._terms), self._arrived or []
         return {i: b"".join(self._held[i][2 + j] for j in wanted) for i in arrived if i in self._held}
 
     def _require(self, clients: Iterable[int]) -> None:
-        """A client goes no further with too few others; it need not believe the server that they are enough."""
+        """Stop if too few clients take part; a client checks this itself and need not trust the server."""
         if (found := len(list(clients))) < self._terms.needed:
             who, needed = self._terms.who, self._terms.needed
             raise TooFewLeft(f"secure sum: {who[:-1]} {self.me} knows of {found} {who}, {needed} are needed")
@@ -231,12 +165,12 @@ class Client:
 
 
 class Server:
-    """The server in one session. All that it knows of clients is in its transcript.
+    """The server in one session. Everything that it knows about clients is in its transcript.
 
     Args:
-        terms: What was agreed on.
-        speaking: For how many clients each party speaks; for itself, unless told otherwise.
-        names: What parties are called in messages, where not by their number.
+        terms: Parameters of the session.
+        speaking: Number of clients that each party stands for; 1 for a party that is not listed.
+        names: Names of parties for messages; a party that is not listed is named by its number.
     """
 
     def __init__(
@@ -246,16 +180,28 @@ class Server:
         self.transcript = Transcript()
 
     def receive(self, exchange: str, payloads: Mapping[int, Payload]) -> None:
-        """Take the answers to an exchange.
+        """Store the answers to an exchange.
+
+        Args:
+            exchange: Name of the exchange.
+            payloads: The answers, by client.
 
         Raises:
-            TooFewLeft: They are not enough to go on.
+            TooFewLeft: There are too few answers to continue.
         """
         self.transcript.messages += [Message(exchange, i, payload) for i, payload in payloads.items()]
         self.require(exchange, len(payloads))
 
     def require(self, exchange: str, answers: int) -> None:
-        """Go no further with too few answers to an exchange."""
+        """Check that there are enough answers to an exchange to continue.
+
+        Args:
+            exchange: Name of the exchange.
+            answers: Number of answers.
+
+        Raises:
+            TooFewLeft: There are too few.
+        """
         if answers < self.terms.needed:
             opened = "only the head, with counts and mean losses," if exchange == EXCHANGES[-1] else "nothing"
             raise TooFewLeft(
@@ -264,29 +210,36 @@ class Server:
             )
 
     def keys(self) -> dict[int, bytes]:
-        """For everybody after exchange 0: all public keys."""
+        """Return all public keys, which every client gets after exchange 0."""
         keys = {i: payload[i] for i, payload in self.transcript.of("keys").items()}
         self.transcript.bytes_down += len(keys) * sum(NUMBER + len(key) for key in keys.values())
         return keys
 
     def shares(self, receiver: int) -> dict[int, bytes]:
-        """For one client after exchange 1: what the others have addressed to it."""
+        """Return the encrypted shares that one client gets after exchange 1, by sender.
+
+        Args:
+            receiver: The client.
+        """
         sent = self.transcript.of("shares")
         own = {i: payload[receiver] for i, payload in sent.items() if i != receiver}
         self.transcript.bytes_down += sum(NUMBER + len(text) for text in own.values())
         return own
 
     def arrived(self) -> list[int]:
-        """For everybody after exchange 2: whose sheets have arrived."""
+        """Return the clients whose sheets have arrived, which every client gets after exchange 2."""
         arrived = list(self.transcript.of("sheets"))
         self.transcript.bytes_down += len(arrived) * len(arrived) * NUMBER
         return arrived
 
     def counts(self, head: int) -> tuple[Sheet, list[int]]:
-        """For everybody after exchange 3: how many chose each slot; and the sum, of which only the head is open.
+        """Return the sum, of which only the head is unmasked, and the counts that every client gets after exchange 3.
+
+        Args:
+            head: Length of the head of a sheet.
 
         Raises:
-            ValueError: Somebody has not kept to the protocol.
+            ValueError: A party has not followed the protocol.
         """
         sheets, answers = self.transcript.of("sheets"), self.transcript.of("counts")
         total: np.ndarray = reduce(np.add, (np.frombuffer(payload[i], dtype="<u8") for i, payload in sheets.items()))
@@ -304,10 +257,14 @@ class Server:
         return Sheet.of(total, head, self.terms.slots), count
 
     def sums(self, sheet: Sheet, count: Sequence[int]) -> Opened:
-        """After exchange 4: the sums of slots that enough clients have chosen.
+        """Return the sums of the slots that enough clients have chosen, after exchange 4.
+
+        Args:
+            sheet: The sum that `counts` returned.
+            count: Number of clients that chose each slot.
 
         Raises:
-            ValueError: Somebody has not kept to the protocol.
+            ValueError: A party has not followed the protocol.
         """
         wanted, arrived = _large_enough(count, self.terms), list(self.transcript.of("sheets"))
         body = np.zeros_like(sheet.body)
@@ -319,13 +276,13 @@ class Server:
         return Opened(Sheet(sheet.head.view(np.int64), body.view(np.int64)), np.array(count), arrived)
 
     def _cancel(self, total: np.ndarray, gone: int, pair: Pair) -> None:
-        """Add the masks that a client who is gone would have added, so that they cancel with the others'."""
+        """Add the masks that a dropped client would have added, so that they cancel with those of the others."""
         keys = self.transcript.of("keys")
         for i in self.transcript.of("sheets"):
             _add_common_mask(total, gone, i, pair, keys[i][i][SECRET:])
 
     def _joined(self, answers: Mapping[int, Payload], client: int, at: int = 0) -> bytes:
-        """A secret of a client, from the first shares of it that suffice."""
+        """Restore a secret of a client from as many of its shares as are needed."""
         holders = [i for i, payload in answers.items() if client in payload][: self.terms.needed]
         name = self.names.get(client, f"{self.terms.who[:-1]} {client}")
         if len(holders) < self.terms.needed:
@@ -343,12 +300,13 @@ class Server:
 
 
 class Session:
-    """All parties to one session, with the server's messages between them.
+    """A simulated session: the server and all clients, with the messages between them.
 
     Args:
-        clients: Those that are invited, by number.
-        terms: What was agreed on.
-        answering: Who answers an exchange: everybody, unless told otherwise.
+        clients: The clients that are invited, by number.
+        terms: Parameters of the session.
+        answering: Given the name of an exchange and the clients that are asked, returns those that answer; by default
+            all of them.
 
     Example:
         >>> terms = Terms(invited=4, needed=3, min_members=2, slots=2)
@@ -366,16 +324,20 @@ class Session:
         self.clients, self.server, self.answering = clients, Server(terms), answering
 
     def agree(self) -> list[int]:
-        """Exchanges 0 and 1; returns the clients that are there to send a sheet."""
+        """Run exchanges 0 and 1, and return the clients that will send a sheet."""
         self._ask("keys", list(self.clients), Client.keys)
         keys = self.server.keys()
         self._ask("shares", list(keys), lambda client: client.shares(keys))
         here = self.answering("sheets", list(self.server.transcript.of("shares")))
-        self.server.require("sheets", len(here))  # before anybody computes what would go into a sheet
+        self.server.require("sheets", len(here))  # before the clients compute their sheets
         return here
 
     def add(self, sheets: Mapping[int, Sheet]) -> Opened:
-        """Exchanges 2 to 4: the sum of the sheets of those who are there."""
+        """Run exchanges 2 to 4, and return the sum of the sheets.
+
+        Args:
+            sheets: The sheet of every client that `agree` returned.
+        """
         server, clients = self.server, self.clients
         masked = {i: clients[i].sheet(server.shares(i), sheet) for i, sheet in sheets.items()}
         server.receive("sheets", masked)
@@ -391,7 +353,7 @@ class Session:
 
 
 def _add_common_mask(total: np.ndarray, me: int, other: int, pair: Pair, public: bytes) -> None:
-    """Add the mask that two clients have in common; of the two, the one with the higher number subtracts it."""
+    """Add the mask that two clients share; the client with the higher number subtracts it instead."""
     common = mask(pair.agree(public, b"masks"), len(total))
     (np.add if me < other else np.subtract)(total, common, out=total)
 

@@ -1,4 +1,4 @@
-"""Shamir's secret sharing: any `needed` of the shares give the secret, fewer say nothing about it.
+"""Shamir's secret sharing: any `needed` shares determine the secret, fewer reveal nothing about it.
 
 How to Share a Secret
     Adi Shamir. Communications of the ACM 22(11), 1979.
@@ -16,13 +16,13 @@ SHARE = 66  # bytes of a share
 
 
 def split(secret: bytes, holders: Sequence[int], needed: int, random: Entropy) -> dict[int, bytes]:
-    """A share of a secret for every holder.
+    """Split a secret into shares, one for every holder.
 
     Args:
         secret: `SECRET` bytes.
-        holders: Their numbers, none of which is negative.
-        needed: How many shares give the secret back.
-        random: Where the coefficients of the polynomial come from.
+        holders: Numbers of the holders, none of which is negative.
+        needed: Number of shares that determine the secret.
+        random: Source of random bytes for the coefficients of the polynomial.
 
     Example:
         >>> import os
@@ -36,14 +36,21 @@ def split(secret: bytes, holders: Sequence[int], needed: int, random: Entropy) -
     def value(x: int) -> int:
         total = 0
         for coefficient in coefficients:
-            total = total * x + coefficient  # x is small: one remainder at the end costs less than one at every step
+            total = total * x + coefficient  # x is small: one remainder at the end is cheaper than one per step
         return total % PRIME
 
     return {i: value(i + 1).to_bytes(SHARE, "big") for i in holders}
 
 
 def join(shares: Mapping[int, bytes]) -> bytes:
-    """The secret, from exactly as many holders' shares as are needed."""
+    """Restore a secret from exactly as many shares as are needed.
+
+    Args:
+        shares: The shares, by holder.
+
+    Raises:
+        ValueError: The shares do not belong to one secret.
+    """
     values = zip(_at_zero(tuple(shares)), shares.values(), strict=True)
     secret = sum(factor * int.from_bytes(share, "big") for factor, share in values) % PRIME
     if secret >> 8 * SECRET:
@@ -51,9 +58,9 @@ def join(shares: Mapping[int, bytes]) -> bytes:
     return secret.to_bytes(SECRET, "big")
 
 
-@lru_cache(maxsize=8)  # a session asks for the same holders again and again
+@lru_cache(maxsize=8)  # a session uses the same holders many times
 def _at_zero(holders: tuple[int, ...]) -> list[int]:
-    """Lagrange's factors: what each holder's share counts in the value at 0."""
+    """Return the Lagrange coefficients: the weight of each holder's share in the value at 0."""
     out = []
     for i in holders:
         above = below = 1

@@ -1,1 +1,1 @@
-"""Files: mapped federations, snapshots of states."""
+"""Files: federations that are mapped into memory, and snapshots of states."""

@@ -1,11 +1,11 @@
-"""A federation as a folder of plain arrays: written a piece at a time, mapped into memory when it is read.
+"""A federation as a folder of plain arrays: written piece by piece, mapped into memory when it is read.
 
-federation.json   the version, how many clients and rows there are, and the types and shapes of a row
-train.x, train.y  the rows of all clients end to end, as raw numbers
-train.offsets     the row at which each client begins, and the end: m + 1 whole numbers of 8 bytes
-test.…            the same for test rows, where there are any
-groups            the true groups: m whole numbers of 8 bytes, where they are known
-ids.json          the clients' names, where they have any
+federation.json   the header: format version, number of clients and rows, and the type and shape of a row
+train.x, train.y  the rows of all clients one after the other, as raw numbers
+train.offsets     the row at which each client begins, and the end: m + 1 integers of 8 bytes
+test.…            the same for test rows, if there are any
+groups            the true groups, if they are known: m integers of 8 bytes
+ids.json          the clients' names, if they have any
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WHOLE = {"dtype": "int64", "shape": []}  # offsets and groups
 
 
 class Contents(NamedTuple):
-    """What a folder holds."""
+    """The content of a folder: training and test rows, true groups and names of the clients."""
 
     train: Packed
     test: Packed | None
@@ -44,11 +44,17 @@ class Contents(NamedTuple):
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill under another name; it is called `path` once all is written, and is gone if anything fails."""
+    """Create a folder atomically: yield a temporary folder, which is renamed to `path` at the end.
+
+    The temporary folder is removed if anything fails.
+
+    Args:
+        path: The folder to create, which must not exist yet.
+    """
     if path.exists():
         raise ValueError(f"{path} exists already; Federation.create writes a new folder only")
     part = path.with_name(f".{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # left behind by a process that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left over from a process that was killed
     part.mkdir(parents=True)
     try:
         yield part
@@ -64,7 +70,15 @@ def write(
     groups: Iterable[int] | None,
     ids: Iterable[str] | None,
 ) -> None:
-    """Fill a folder with what `Federation.create` was given, reading each iterable once and holding little of it."""
+    """Write the arguments of `Federation.create` to a folder, reading each iterable once and keeping little in memory.
+
+    Args:
+        folder: An empty folder.
+        train: Training rows of every client.
+        test: Test rows of every client, or None.
+        groups: True group of every client, or None.
+        ids: Name of every client, or None.
+    """
     names: list[str] = []
 
     def name(i: int) -> str:
@@ -72,25 +86,30 @@ def write(
 
     named = train if ids is None else _naming(train, iter(ids), names)
     own = _write_rows(folder, "train", take_in(named, name, "rows"), name)
-    told: dict[str, Any] = {"train": own, "test": None, "groups": None, "ids": None}
+    header: dict[str, Any] = {"train": own, "test": None, "groups": None, "ids": None}
     if test is not None:
         clients = take_in(test, name, "test rows", like=_empty(own["x"]))
-        told["test"] = _write_rows(folder, "test", clients, name)
+        header["test"] = _write_rows(folder, "test", clients, name)
     if groups is not None:
         values = np.fromiter(groups, np.int64)
-        told["groups"] = len(values)
+        header["groups"] = len(values)
         _write(folder / GROUPS, values.data)
     if ids is not None:
-        told["ids"] = len(names)
+        header["ids"] = len(names)
         _write(folder / IDS, json.dumps(names).encode())
-    _write(folder / HEADER, json.dumps({"version": VERSION, "byteorder": sys.byteorder, **told}, indent=1).encode())
+    _write(folder / HEADER, json.dumps({"version": VERSION, "byteorder": sys.byteorder, **header}, indent=1).encode())
 
 
 def read(path: Path) -> Contents:
-    """Map a folder. Only names are read; of all else, that the files are as long as they should be.
+    """Map the files of a folder into memory.
+
+    Only the header and the names are read. Of the other files only the sizes and the ends of the offsets are checked.
+
+    Args:
+        path: A folder that `write` has filled.
 
     Raises:
-        ValueError: The folder holds no federation, or a file of it is missing or cut short.
+        ValueError: The folder holds no federation, or one of its files is missing or truncated.
     """
     header = _read_json(path / HEADER)
     if not isinstance(header, dict) or header.get("version") != VERSION:
@@ -111,7 +130,7 @@ def read(path: Path) -> Contents:
 
 
 def _naming(clients: Iterable[Client], ids: Iterator[str], names: list[str]) -> Iterator[Client]:
-    """Draw the clients' names with the clients, so that whoever is refused can be named."""
+    """Read each client's name together with its rows, so that an error message can name the client."""
     for given in clients:
         many = len(given.offsets) - 1 if isinstance(given, Packed) else 1
         names.extend(str(i) for i in islice(ids, many))
@@ -120,8 +139,8 @@ def _naming(clients: Iterable[Client], ids: Iterator[str], names: list[str]) -> 
 
 
 def _write_rows(folder: Path, part: str, clients: Iterable[Packed], name: Name) -> dict[str, Any]:
-    """Write the "train" or "test" rows as they come; returns what the header is to tell of them."""
-    told: dict[str, Any] = {}
+    """Write the "train" or "test" rows piece by piece, and return their entry in the header."""
+    entry: dict[str, Any] = {}
     m = rows = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_new_file(folder / f"{part}.{end}")) for end in ("x", "y", "offsets")]
@@ -131,18 +150,18 @@ def _write_rows(folder: Path, part: str, clients: Iterable[Packed], name: Name) 
             for file, values in zip(files, (piece.x, piece.y, piece.offsets[1:] + rows), strict=True):
                 file.write(_raw(values))
             m, rows = m + len(piece.offsets) - 1, rows + len(piece.x)
-            told = {"clients": m, "rows": rows, "x": _kind(piece.x), "y": _kind(piece.y)}
-    if not told:
+            entry = {"clients": m, "rows": rows, "x": _kind(piece.x), "y": _kind(piece.y)}
+    if not entry:
         raise ValueError(f"Federation: {part} must have at least one client, got 0")
-    return told
+    return entry
 
 
 def _in_pieces(clients: Iterable[Packed]) -> Iterator[Packed]:
-    """Small clients put together, because a million single writes are slow."""
+    """Yield pieces in which small clients are joined, because a million single writes are slow."""
     held: list[Packed] = []
     size = 0
     for one in clients:
-        held.append(Packed(one.x.clone(), one.y.clone(), one.offsets))  # its arrays may be filled anew for the next
+        held.append(Packed(one.x.clone(), one.y.clone(), one.offsets))  # its arrays may be reused for the next
         size += one.x.nbytes + one.y.nbytes
         if size >= PIECE:
             yield Packed.of(held)
@@ -158,7 +177,7 @@ def _write(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which is on the disk when it is closed."""
+    """Open a new file, and flush it to the disk before it is closed."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -172,18 +191,18 @@ def _raw(values: Tensor) -> memoryview:
 
 
 def _kind(values: Tensor) -> dict[str, Any]:
-    """The type and shape of a row, for the header."""
+    """Return the type and shape of a row, for the header."""
     return {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape[1:])}
 
 
 def _empty(kind: dict[str, Any]) -> Tensor:
-    """No rows, of the type and shape that a header tells."""
+    """Return a tensor without rows, of the type and shape that the header describes."""
     return torch.empty(0, *kind["shape"], dtype=getattr(torch, kind["dtype"]))
 
 
-def _rows(path: Path, part: str, told: dict[str, Any], ids: tuple[str, ...] | None) -> Packed:
-    """One part of the folder, mapped."""
-    m, rows = told["clients"], told["rows"]
+def _rows(path: Path, part: str, entry: dict[str, Any], ids: tuple[str, ...] | None) -> Packed:
+    """Map the "train" or "test" rows into memory, as their entry in the header describes them."""
+    m, rows = entry["clients"], entry["rows"]
     offsets, _ = _array(path / f"{part}.offsets", WHOLE, m + 1, lambda row: client_name(max(0, row - 1), ids))
     if (ends := (int(offsets[0]), int(offsets[-1]))) != (0, rows):
         raise ValueError(f"{path / part}.offsets runs from {ends[0]} to {ends[1]}, but there are {rows} rows")
@@ -191,12 +210,12 @@ def _rows(path: Path, part: str, told: dict[str, Any], ids: tuple[str, ...] | No
     def owner(row: int) -> str:
         return client_name(int(torch.searchsorted(offsets, row, right=True)) - 1, ids)
 
-    (x, x_pages), (y, y_pages) = (_array(path / f"{part}.{a}", told[a], rows, owner) for a in ("x", "y"))
+    (x, x_pages), (y, y_pages) = (_array(path / f"{part}.{a}", entry[a], rows, owner) for a in ("x", "y"))
     return Packed(x, y, offsets, (x_pages, y_pages) if x_pages and y_pages else None)
 
 
 def _array(file: Path, kind: dict[str, Any], rows: int, owner: Callable[[int], str]) -> tuple[Tensor, Pages | None]:
-    """A file of so many rows, mapped; `owner` tells whose a row is, should the file end there."""
+    """Map a file of `rows` rows; `owner(row)` names the client of a row, for the error if the file ends there."""
     empty = _empty(kind)
     each = empty.element_size() * math.prod(empty.shape[1:])
     if not file.is_file():
@@ -206,7 +225,7 @@ def _array(file: Path, kind: dict[str, Any], rows: int, owner: Callable[[int], s
     if has > needs:
         raise ValueError(f"{file} has {has:,} bytes, but {rows:,} rows of {each} bytes are {needs:,}")
     if not needs:
-        return empty, None  # nothing cannot be mapped
+        return empty, None  # an empty file cannot be mapped
     pages = Pages(file)
     return pages.tensor(empty.dtype, tuple(empty.shape[1:])), pages
 

@@ -1,4 +1,4 @@
-"""The rows of many clients, packed end to end, and what is checked when they are taken in."""
+"""The rows of many clients, packed into one array, and the checks of rows that users pass."""
 
 from __future__ import annotations
 
@@ -12,39 +12,51 @@ from torch import Tensor
 from coterie.storage.pages import Pages
 
 Array = np.ndarray | Tensor
-Name = Callable[[int], str]  # what client i is called in messages
+Name = Callable[[int], str]  # the name of client i in messages
 
-PIECE = 8 * 2**20  # bytes of rows that are handled together where all rows are handled
+PIECE = 8 * 2**20  # bytes of rows that are processed at a time
 
 
 class Packed(NamedTuple):
-    """The rows of all clients end to end; client i owns rows offsets[i] to offsets[i+1]."""
+    """The rows of all clients one after the other; client i owns rows offsets[i] to offsets[i+1]."""
 
     x: Tensor
     y: Tensor
     offsets: Tensor  # (m+1,)
-    pages: tuple[Pages, Pages] | None = None  # of x and y, where they are files mapped into memory
+    pages: tuple[Pages, Pages] | None = None  # of x and y, if they are files mapped into memory
 
     @property
     def sizes(self) -> Tensor:
-        """Rows per client (m,)."""
+        """Number of rows of each client (m,)."""
         return self.offsets.diff()
 
     def client(self, i: int) -> tuple[Tensor, Tensor]:
-        """The rows of client i."""
+        """Return the rows (x, y) of one client, as views.
+
+        Args:
+            i: Index of the client.
+        """
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         return self.x[rows], self.y[rows]
 
     def clients(self, first: int, last: int) -> Packed:
-        """Clients `first` to `last`, the last not among them, as views."""
+        """Return the rows of a range of clients, as views.
+
+        Args:
+            first: Index of the first client.
+            last: Index after the last client.
+        """
         own = self.offsets[first : last + 1]
         rows = slice(int(own[0]), int(own[-1]))
         return Packed(self.x[rows], self.y[rows], own - own[0])
 
     def pieces(self, size: int = PIECE) -> Iterator[tuple[int, Packed]]:
-        """All clients, about `size` bytes at a time: the number of the first, and their rows.
+        """Iterate over all clients in pieces: yield the index of a piece's first client, and the clients' rows.
 
-        What is mapped from a file is given back before the next piece.
+        Memory of rows that are mapped from a file is released before the next piece.
+
+        Args:
+            size: Approximate number of bytes of a piece.
 
         Example:
             >>> rows = Packed(torch.zeros(6, 2), torch.zeros(6), torch.tensor([0, 2, 3, 6]))
@@ -62,45 +74,64 @@ class Packed(NamedTuple):
             first = last
 
     def forget(self, start: int, stop: int) -> None:
-        """Give the memory of rows `start` to `stop` back, if they are mapped from a file."""
+        """Release the memory of a range of rows, if they are mapped from a file.
+
+        Args:
+            start: The first row.
+            stop: The row after the last.
+        """
         for values, pages in zip((self.x, self.y), self.pages or (), strict=False):
             each = values[:1].nbytes
             pages.forget(start * each, stop * each)
 
     @classmethod
     def of(cls, clients: Sequence[tuple[Array, Array] | Packed]) -> Packed:
-        """Pack (x, y) pairs, or pieces of several clients each."""
+        """Pack the rows of several clients.
+
+        Args:
+            clients: For each client a pair (x, y), or pieces of several clients each.
+        """
         parts = [c if isinstance(c, Packed) else cls.one(*c) for c in clients]
         sizes = torch.cat([torch.zeros(1, dtype=torch.long), *(p.sizes for p in parts)])
         return cls(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts]), sizes.cumsum(0))
 
     @classmethod
     def one(cls, x: Array, y: Array) -> Packed:
-        """A single client."""
+        """Pack the rows of a single client.
+
+        Args:
+            x: The rows.
+            y: The target of each row.
+        """
         return cls(torch.as_tensor(x), torch.as_tensor(y), torch.tensor([0, len(x)]))
 
 
-Client = tuple[Array, Array | None] | Packed  # one client's (x, y), with None if y is not known, or a piece of many
+Client = tuple[Array, Array | None] | Packed  # one client's (x, y), with None if y is unknown, or many clients
 
 
 def client_name(i: int, names: Sequence[str] | None) -> str:
-    """What client i is called in messages, where it may have a name."""
+    """Return the name of a client for messages.
+
+    Args:
+        i: Index of the client.
+        names: Names of the clients, or None if they have none.
+    """
     return f"client {i}" if names is None or i >= len(names) else f"client '{names[i]}'"
 
 
 def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | None = None) -> Iterator[Packed]:
-    """Clients as they come, each a pair (x, y) or a piece of many, refused if it does not go with the first.
+    """Yield the clients that a user passes, after checking that their types and shapes agree with the first one's.
 
-    Where y is None it is -1 for all rows: the targets are not known.
+    If y is None, which means that the targets are unknown, it becomes -1 for all rows.
 
     Args:
-        clients: Whose rows.
-        name: What they are called.
-        what: What the rows are called: "rows" or "test rows".
-        like: A row of x that theirs must go with; None takes the first client's.
+        clients: The clients, each a pair (x, y) or a piece of several clients.
+        name: Returns the name of client i, for messages.
+        what: What messages call the rows: "rows" or "test rows".
+        like: Rows whose type and shape the x of every client must have; None takes the first client's.
 
     Raises:
-        ValueError: Says which client is at fault.
+        ValueError: A client does not agree with the first; the message names it.
     """
     i, targets = 0, None
     for given in clients:
@@ -122,7 +153,16 @@ def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | Non
 
 
 def check_rows(rows: Packed, part: str, name: Name) -> None:
-    """Refuse clients that have nothing to learn from, and values that are not finite."""
+    """Check that all clients have training rows, and that all values are finite.
+
+    Args:
+        rows: The rows to check.
+        part: "train" or "test".
+        name: Returns the name of client i, for messages.
+
+    Raises:
+        ValueError: A client fails the check; the message names it.
+    """
     if part == "train" and bool((none := rows.sizes < 1).any()):
         raise ValueError(f"{name(int(none.nonzero()[0]))}: has no train rows, needs at least 1")
     for what, values in (("x", rows.x), ("y", rows.y)):
@@ -138,7 +178,7 @@ def check_rows(rows: Packed, part: str, name: Name) -> None:
 
 
 def _distinct(values: Tensor) -> Tensor:
-    """The rows; the first where all are that one, which takes no memory, and must not here."""
+    """Return the rows, or only the first if all are views of it: such rows take no memory, and must not here."""
     return values[:1] if values.stride(0) == 0 else values
 
 
@@ -153,7 +193,7 @@ def _tensor(values: Array, name: str, what: str) -> Tensor:
 
 
 def _pair(given: Client, who: str, what: str) -> tuple[Tensor, Tensor]:
-    """A client's rows and targets; where these are not known, -1 for each row."""
+    """Return a client's rows and targets, with a target of -1 for each row if the targets are unknown."""
     if not isinstance(given, Packed) and (not isinstance(given, tuple | list) or len(given) != 2):
         raise ValueError(f"{who}: its {what} must be a pair (x, y), of which y may be None, got {_what(given)}")
     x, y = _tensor(given[0], who, what), given[1]
@@ -161,7 +201,7 @@ def _pair(given: Client, who: str, what: str) -> tuple[Tensor, Tensor]:
 
 
 def _what(given: object) -> str:
-    """What a user gave instead of a pair, in few words."""
+    """Describe what a user passed instead of a pair."""
     size = f" of {len(given)}" if isinstance(given, tuple | list) else ""
     return f"a {type(given).__name__}{size}"
 

@@ -1,4 +1,4 @@
-"""A state as one safetensors file, whole or not at all. Nothing here reads or writes pickle."""
+"""Snapshots: a state as one safetensors file, written atomically. Nothing here reads or writes pickle."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from torch import Tensor
 
 
 class Damaged(ValueError):
-    """A file that should hold a snapshot does not."""
+    """A file that should hold a snapshot is truncated or holds something else."""
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Write to a temporary name beside `path`, then rename: a reader sees the old file or the new, never a part."""
+    """Write a file atomically: yield a temporary path, which is renamed to `path` at the end.
+
+    A reader sees the old file or the new one, never a part.
+
+    Args:
+        path: The file to write.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -32,13 +38,22 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically.
+
+    Args:
+        path: The file.
+        text: Its content.
+    """
     with atomic(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, for its owner alone to read.
+    """Write a text file atomically, readable by its owner only.
+
+    Args:
+        path: The file.
+        text: Its content.
 
     Example:
         >>> import tempfile
@@ -48,12 +63,17 @@ def write_private(path: Path, text: str) -> None:
         '0o600'
     """
     with atomic(path) as part:
-        part.touch(mode=0o600)  # before there is anything in it
+        part.touch(mode=0o600)  # before anything is written to it
         part.write_text(text, encoding="utf-8")
 
 
 def save(path: Path, tree: Any) -> None:
-    """Save a tree of dicts, tuples, NamedTuples, tensors and plain values."""
+    """Save a tree of dicts, tuples, NamedTuples, tensors and plain values.
+
+    Args:
+        path: The file.
+        tree: The tree.
+    """
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -63,26 +83,35 @@ def save(path: Path, tree: Any) -> None:
 
 
 def load(path: Path, types: dict[str, type]) -> Any:
-    """Load what `save` saved. Only NamedTuples listed in `types` are built.
+    """Load a tree that `save` has written.
+
+    Args:
+        path: The file.
+        types: The NamedTuples that may be built, by name.
 
     Raises:
-        Damaged: The file is cut short or is no snapshot.
+        Damaged: The file is truncated or not a snapshot.
+        ValueError: Another version of coterie wrote the file.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as f:
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - it is no dict
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - not a dict
             plain = json.loads((f.metadata() or {})["tree"])
         return _unpack(plain, tensors, types)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise Damaged(f"{path.name} is damaged ({error})") from error
-    except TypeError as error:  # a state has other parts now
+    except TypeError as error:  # the fields of a NamedTuple have changed
         raise ValueError(f"{path} was made by another version of coterie, and cannot be gone on with") from error
 
 
 def named_tuples(algorithm: type) -> dict[str, type]:
-    """The NamedTuples in the modules of a class and of those it is made from: what its states are made of."""
+    """Return the NamedTuples in the modules of a class and of its base classes, by name: its states consist of them.
+
+    Args:
+        algorithm: The class.
+    """
     known = [vars(sys.modules[c.__module__]).items() for c in reversed(algorithm.__mro__)]
     return {n: t for own in known for n, t in own if isinstance(t, type) and hasattr(t, "_fields")}
 

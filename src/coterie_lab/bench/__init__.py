@@ -1,1 +1,1 @@
-"""Speed, measured as ratios in one run: every way to do the same work, side by side, with its answer checked."""
+"""Benchmarks of speed, measured as ratios in one run: every way to do the same work, with its result checked."""

@@ -1,4 +1,4 @@
-"""Seconds per round and bytes on the wire of a real Flower federation on this machine."""
+"""Benchmark of a real Flower federation on this machine: seconds per round and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from coterie.runs.folder import read_history
 log = logging.getLogger("coterie")
 
 NODES = (1, 3, 6)
-ROUNDS = 8  # of which the first, which has the start in it, and the last, with the evaluation, do not count
-CLIENTS, ROWS = 2, 300  # clients of a node, and rows of a client
+ROUNDS = 8  # the first, which includes the start, and the last, with the evaluation, are not counted
+CLIENTS, ROWS = 2, 300  # clients per node, and rows per client
 CONFIG = f"""
 [algorithm]
 name = "ifca"
@@ -50,9 +50,13 @@ def federation(context):
 
 
 def measure(*, quick: bool = False) -> list[dict[str, Any]]:
-    """One row per number of nodes, with and without resident workers, as `coterie bench flower --json` prints them.
+    """Return one row per number of nodes, with and without resident workers, as `coterie bench flower --json` prints.
 
-    IFCA with k=2 on a 784-200-10 MLP, whose two models are 1.27 MB; each node has two clients of 300 rows.
+    The method is IFCA with k=2 on a 784-200-10 MLP, whose two models are 1.27 MB; each node has two clients of 300
+    rows.
+
+    Args:
+        quick: Whether to measure one node only.
     """
     sizes = NODES[:1] if quick else NODES
     return [_one(nodes, workers) for workers in (True, False) for nodes in sizes]
@@ -88,7 +92,7 @@ def _one(nodes: int, workers: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _federation(folder: Path, nodes: int, workers: bool) -> Iterator[tuple[Lab, Meter]]:
-    """A federation whose nodes reach the SuperLink through a meter."""
+    """Start a federation whose nodes connect to the SuperLink through a meter."""
     lab, meter = Lab(folder), Meter()
     lab.prepare(nodes, workers=workers, entrance=meter.port)
     meter.towards(lab.settings["ports"][LINK])
@@ -102,7 +106,7 @@ def _federation(folder: Path, nodes: int, workers: bool) -> Iterator[tuple[Lab, 
 
 
 class Meter:
-    """A port of loopback that passes everything on to another, both ways, and counts the bytes."""
+    """A proxy on loopback that forwards connections to another port and counts the bytes in both directions."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -111,13 +115,17 @@ class Meter:
         self._lock = threading.Lock()
 
     def towards(self, port: int) -> None:
-        """Begin to pass connections on to this port."""
+        """Start to forward connections.
+
+        Args:
+            port: The port to forward to.
+        """
         threading.Thread(target=self._accept, args=(port,), daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` would go on waiting
+            self._listener.shutdown(socket.SHUT_RDWR)  # otherwise `accept` would keep waiting
         self._listener.close()
 
     def _accept(self, port: int) -> None:
@@ -128,7 +136,7 @@ class Meter:
                 return
             try:
                 far = socket.create_connection(("127.0.0.1", port))
-            except OSError:  # the SuperLink is not there yet; the node will try again
+            except OSError:  # the SuperLink is not up yet; the node will retry
                 near.close()
                 continue
             threading.Thread(target=self._connect, args=(near, far), daemon=True).start()
@@ -143,7 +151,7 @@ class Meter:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                with self._lock:  # before they are passed on: whoever has got them finds them counted
+                with self._lock:  # count before forwarding, so that received bytes are always counted
                     self.bytes += len(data)
                 sink.sendall(data)
         for end in (source, sink):

@@ -1,4 +1,4 @@
-"""A round as public reference code does it: client after client, a copy of the module each, autograd, plain SGD."""
+"""A round as in public reference code: one client after the other, each with a copy of the module, and plain SGD."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def loop_round(
     tau: int,
     batches: Sequence[Tensor] | None = None,
 ) -> Params:
-    """Choose, train and average, with no batching over clients; returns the new models (k, …).
+    """Choose clusters, train and average without batching over clients, and return the new models (k, …).
 
     Args:
         module: The model.
-        models: The clusters' parameters (k, …).
-        clients: Every client's x and y.
+        models: Parameters of the clusters (k, …).
+        clients: x and y of every client.
         lr: Step size.
-        tau: Local steps.
-        batches: The rows of each of them (τ, size), by client; None takes all rows each time.
+        tau: Number of local steps.
+        batches: For every client the rows of each step (τ, size); None uses all rows in every step.
     """
     k = len(next(iter(models.values())))
     centres = [_load(module, {n: x[j] for n, x in models.items()}) for j in range(k)]
@@ -50,7 +50,13 @@ def loop_round(
 
 
 def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean loss of some rows: squares where the targets are real numbers, else cross-entropy."""
+    """Return the mean loss of rows: the squared error if the targets are real numbers, else the cross-entropy.
+
+    Args:
+        module: The model.
+        x: The rows.
+        y: Their targets.
+    """
     out = module(x)
     return (out[:, 0] - y).square().mean() if y.is_floating_point() else cross_entropy(out, y)
 

@@ -1,8 +1,8 @@
-"""Other libraries' simulations on our workloads, each in a process of its own with its own recommended settings.
+"""Simulations of our workloads with other libraries, each in a separate process with its recommended settings.
 
-The bench calls `time_peer`. It writes a `Job` to a file, starts `python -m coterie_lab.bench.peers NAME FOLDER` and reads a
-`Timing` back: threads do not disturb each other, a peer that crashes costs one line, and peak memory is the peer's own.
-What a peer may need is imported by name, so that none of them has to be there.
+The benchmark calls `time_peer`. It writes a `Job` to a file, starts `python -m coterie_lab.bench.peers NAME FOLDER` and
+reads a `Timing` back. With separate processes, threads do not disturb each other, a library that crashes costs one
+line, and peak memory is that of the library. Libraries are imported by name, so that none has to be installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coterie.models import MODELS
 from coterie.storage import snapshot
 from coterie_lab.bench.loop import loss
 
-ROUNDS = 3  # timed, after one to warm up, which also gives the answer
+ROUNDS = 3  # timed, after one round to warm up, which also gives the resulting models
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "PFL_PYTORCH_DEVICE": "cpu",
@@ -44,27 +44,27 @@ log = logging.getLogger("coterie")
 
 
 class Job(NamedTuple):
-    """A round to be done, as arrays and numbers: full-batch steps of every client, then the mean of each cluster."""
+    """A round to run, as arrays and numbers: full-batch steps of every client, then the mean of each cluster."""
 
     data: Packed
-    models: Params  # (k, …), where the round starts
-    spec: dict[str, Any]  # the model's, see `coterie.models`
+    models: Params  # (k, …), at the start of the round
+    spec: dict[str, Any]  # the table that describes the model, such as {"name": "mlp", "sizes": …}
     lr: float
     tau: int
 
     @property
     def k(self) -> int:
-        """Clusters; with one the round is FedAvg."""
+        """Number of clusters; with one the round is FedAvg."""
         return len(next(iter(self.models.values())))
 
     @property
     def clients(self) -> list[tuple[Tensor, Tensor]]:
-        """The rows of every client; all have equally many."""
+        """The rows of every client; all clients have the same number of rows."""
         return [self.data.client(i) for i in range(len(self.data.offsets) - 1)]
 
 
 class Timing(NamedTuple):
-    """What a peer took for a round, and what it answered."""
+    """The time and memory that a library took for a round, and the resulting models."""
 
     seconds: float
     models: Params  # (k, …), after one round
@@ -72,11 +72,11 @@ class Timing(NamedTuple):
 
 
 class PeerFailed(Exception):
-    """A peer is installed but did not do the round; says why."""
+    """A library is installed but did not complete the round; the message says why."""
 
 
 class Stopwatch:
-    """Is told when a round ends. What it does itself is not counted."""
+    """Times rounds, whose ends the caller reports. The time that it needs itself is not counted."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -85,22 +85,30 @@ class Stopwatch:
         self._begin = time.perf_counter()
 
     def round_ended(self, models: Callable[[], Params]) -> None:
-        """Take the time, and `models()` after the first round."""
+        """Record the time of a round, and after the first round its models.
+
+        Args:
+            models: Returns the models.
+        """
         self._seconds.append(time.perf_counter() - self._begin)
         if not self._answers:
             self._answers.append(models())
-        self._peak = _peak_mib(_launched())  # now, while the peer's workers are alive
+        self._peak = _peak_mib(_launched())  # now, while the library's workers are alive
         self._begin = time.perf_counter()
 
     def timing(self) -> Timing:
-        """The median round, without the first."""
+        """Return the median time of all rounds but the first, the models and the peak memory."""
         return Timing(statistics.median(self._seconds[1:]), self._answers[0], self._peak)
 
 
 def run_fedjax(job: Job) -> Timing:
-    """HypCluster, or FedAvg for one model, on the jitted backend that fedjax takes by default."""
+    """Time fedjax: HypCluster, or FedAvg for one model, on its default jitted backend.
+
+    Args:
+        job: The round.
+    """
     jax: Any = import_module("jax")
-    jax.tree_map = jax.tree_util.tree_map  # fedjax 0.0.17 still uses the name that jax has dropped
+    jax.tree_map = jax.tree_util.tree_map  # fedjax 0.0.17 still uses the name that jax has removed
     fedjax: Any = import_module("fedjax")
     starts = [{n: jax.numpy.asarray(x[j].numpy()) for n, x in job.models.items()} for j in range(job.k)]
     algorithm = _fedjax_algorithm(job)
@@ -120,7 +128,7 @@ def run_fedjax(job: Job) -> Timing:
 def _fedjax_algorithm(job: Job) -> Any:
     fedjax: Any = import_module("fedjax")
     losses, rows = _fedjax_losses(job), len(job.clients[0][0])
-    # By default it takes a single pass over the rows, which is one step, whatever the number of steps.
+    # By default it makes a single pass over the rows, which is one step, whatever the number of steps.
     steps = fedjax.ShuffleRepeatBatchHParams(rows, num_epochs=None, num_steps=job.tau, skip_shuffle=True)
     local, server = fedjax.optimizers.sgd(job.lr), fedjax.optimizers.sgd(1.0)
     if job.k > 1:
@@ -131,7 +139,7 @@ def _fedjax_algorithm(job: Job) -> Any:
 
 
 def _fedjax_losses(job: Job) -> Callable[[Any, Any, Any], Any]:
-    """The loss of every row under the same layers: linear, with ReLU between them."""
+    """Return the loss function of every row for the same model: linear layers with ReLU between them."""
     relu, cross_entropy = import_module("jax.nn").relu, import_module("fedjax").metrics.unreduced_cross_entropy_loss
     names = list(job.models)
     layers = list(zip(names[::2], names[1::2], strict=True))
@@ -146,15 +154,19 @@ def _fedjax_losses(job: Job) -> Callable[[Any, Any, Any], Any]:
 
 
 def run_pfl(job: Job) -> Timing:
-    """FedAvg on a simulated backend, one worker process per core, started by torchrun."""
-    model: Any = import_module("pfl.model.pytorch").PyTorchModel  # first: it tells pfl that the framework is torch
+    """Time pfl: FedAvg on its simulated backend, with one worker process per core, started by torchrun.
+
+    Args:
+        job: The round.
+    """
+    model: Any = import_module("pfl.model.pytorch").PyTorchModel  # import first: it sets pfl's framework to torch
     data, algorithms, settings = (import_module(f"pfl.{part}") for part in ("data", "algorithm", "hyperparam"))
     dataset = import_module("pfl.data.pytorch").PyTorchTensorDataset
     users = [dataset(rows) for rows in job.clients]
     federation = data.FederatedDataset(users.__getitem__, data.get_user_sampler("minimize_reuse", range(len(users))))
     learner, watch = Learner(job), Stopwatch()
     algorithms.FederatedAveraging().run(
-        # It always evaluates in its first round, which is the one to warm up.
+        # It always evaluates in its first round, which is the warm-up round.
         algorithms.NNAlgorithmParams(1 + ROUNDS, 1 + ROUNDS, train_cohort_size=len(users), val_cohort_size=None),
         import_module("pfl.aggregate.simulate").SimulatedBackend(federation, federation),
         model(learner, torch.optim.SGD, torch.optim.SGD(learner.parameters(), 1.0)),
@@ -165,7 +177,7 @@ def run_pfl(job: Job) -> Timing:
 
 
 class Learner(nn.Module):
-    """A module with the two methods that pfl asks for."""
+    """A module with the two methods that pfl requires, `loss` and `metrics`."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -173,15 +185,15 @@ class Learner(nn.Module):
         self.module.load_state_dict({n: x[0] for n, x in job.models.items()})
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """What is minimised."""
+        """Return the loss that is minimised."""
         return loss(self.module, x, y)
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Nothing is measured."""
+        """Return no metrics."""
         return {}
 
     def models(self) -> Params:
-        """The parameters now, as those of one cluster."""
+        """Return the current parameters, as those of one cluster."""
         return {n: p.detach()[None].clone() for n, p in self.module.named_parameters()}
 
 
@@ -198,8 +210,14 @@ def _pfl_callback(after_round: Callable[[], None]) -> Any:
 
 
 def run_flower(job: Job) -> Timing:
-    """FedAvg on the Ray backend, one actor per core. A client reads its rows from a file: messages hold no data."""
-    everyone = len(job.clients)  # else the first round takes those that have registered by then
+    """Time Flower: FedAvg on the Ray backend, with one actor per core.
+
+    A client reads its rows from a file, because messages contain no data.
+
+    Args:
+        job: The round.
+    """
+    everyone = len(job.clients)  # otherwise the first round uses only the nodes registered by then
     strategy: Any = import_module("flwr.serverapp.strategy").FedAvg(
         fraction_evaluate=0.0, min_train_nodes=everyone, min_available_nodes=everyone
     )
@@ -207,14 +225,14 @@ def run_flower(job: Job) -> Timing:
     app: Any = import_module("flwr.serverapp").ServerApp()
     watch = Stopwatch()
 
-    def tell(t: int, arrays: Any) -> None:
+    def report(t: int, arrays: Any) -> None:
         if t > 0:  # 0 is before the first round
             watch.round_ended(lambda: {n: x[None].clone() for n, x in arrays.to_torch_state_dict().items()})
 
     @app.main()
     def serve(grid: Any, context: Any) -> None:
         start = record({n: x[0] for n, x in job.models.items()})
-        strategy.start(grid, start, num_rounds=1 + ROUNDS, evaluate_fn=tell)
+        strategy.start(grid, start, num_rounds=1 + ROUNDS, evaluate_fn=report)
 
     with tempfile.TemporaryDirectory() as folder:
         for i, rows in enumerate(job.clients):
@@ -246,11 +264,11 @@ def _flower_client(folder: Path, spec: dict[str, Any], lr: float, tau: int) -> A
 
 
 class Peer(NamedTuple):
-    """A library that can do the round."""
+    """A library that can run the round, and how to start it."""
 
     run: Callable[[Job], Timing]
-    modules: tuple[str, ...]  # must all be there
-    clusters: bool = False  # whether it can do more than FedAvg
+    modules: tuple[str, ...]  # must all be installed
+    clusters: bool = False  # whether it supports more than FedAvg
     launcher: tuple[str, ...] = ()
 
 
@@ -263,7 +281,7 @@ PEERS = {
 
 
 def installed() -> list[str]:
-    """The peers that are there; a warning names those that are not."""
+    """Return the libraries that are installed, and log a warning that names the others."""
     there = {name: all(find_spec(module) for module in peer.modules) for name, peer in PEERS.items()}
     if missing := [name for name, found in there.items() if not found]:
         log.warning("not installed: %s (pip install 'coterie[bench]')", ", ".join(missing))
@@ -271,10 +289,14 @@ def installed() -> list[str]:
 
 
 def time_peer(name: str, job: Job) -> Timing:
-    """Have a peer do the job.
+    """Run a round with another library in a separate process.
+
+    Args:
+        name: Name of the library in `PEERS`.
+        job: The round.
 
     Raises:
-        PeerFailed: It ended without a result.
+        PeerFailed: The process ended without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
         snapshot.save(Path(folder) / "job", job)
@@ -287,7 +309,12 @@ def time_peer(name: str, job: Job) -> Timing:
 
 
 def main(name: str, folder: Path) -> None:
-    """Do the job in a folder as one of the peers: what `time_peer` starts."""
+    """Run the job in a folder with one of the libraries; `time_peer` starts this in a process.
+
+    Args:
+        name: Name of the library in `PEERS`.
+        folder: The folder, which holds the job and gets the timing or the error.
+    """
     try:
         timing = PEERS[name].run(snapshot.load(folder / "job", {"Job": Job, "Packed": Packed}))
     except Exception as error:
@@ -298,27 +325,27 @@ def main(name: str, folder: Path) -> None:
 
 
 def _module(spec: dict[str, Any]) -> nn.Module:
-    """The model that a table of `coterie.models` describes."""
+    """Build the model that a table describes."""
     values = dict(spec)
     kind = MODELS[values.pop("name")]
     return kind(*values.pop("sizes", ()), **values)
 
 
 def _launched() -> int:
-    """The process that `time_peer` started: torchrun, or this one."""
+    """Return the id of the process that `time_peer` started: torchrun, or this one."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 
 def _peak_mib(root: int) -> float | None:
-    """The highest resident sizes of a process and of all that it started, added up; None where nobody tells."""
+    """Return the sum of the peak resident sizes of a process and its descendants; None if the system has no /proc."""
     parents, peaks = {}, {}
     for file in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):  # it ended meanwhile
-            told = dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
-            pid = int(told["Pid"])
-            parents[pid], peaks[pid] = int(told["PPid"]), int(told.get("VmHWM", "0 kB").split()[0])
+        with suppress(OSError):  # the process has ended meanwhile
+            status = dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
+            pid = int(status["Pid"])
+            parents[pid], peaks[pid] = int(status["PPid"]), int(status.get("VmHWM", "0 kB").split()[0])
     family = [root] if root in peaks else []
-    for pid in family:  # grows while it is read
+    for pid in family:  # grows during the loop
         family += [child for child, parent in parents.items() if parent == pid]
     return sum(peaks[pid] for pid in family) / 1024 if family else None
 

@@ -1,4 +1,4 @@
-"""Seconds per round and peak memory against the number of clients, whose rows are mapped from files."""
+"""Benchmark of scale: seconds per round and peak memory against the number of clients, whose rows are in files."""
 
 from __future__ import annotations
 
@@ -27,21 +27,27 @@ from coterie_lab.bench.speed import peak_mib
 SIZES = tuple(10**e for e in range(2, 7))
 QUICK = SIZES[:3]
 ROWS, FEATURES, GROUPS = 10, 20, 2
-ROUNDS = 6  # of which the first, which also tries out chunks, does not count; the median of the others does
-WRITTEN = 10_000  # clients that are made and written together
+ROUNDS = 6  # the first, which also tries out chunk sizes, is not counted; the median of the others is
+WRITTEN = 10_000  # clients that are generated and written together
 
 
 def measure(*, quick: bool = False) -> list[dict[str, Any]]:
-    """One row per number of clients, as `coterie bench scale --json` prints them.
+    """Return one row per number of clients, as `coterie bench scale --json` prints them.
 
-    IFCA with k=2 on a linear model, 10 rows of 20 features a client; all clients take part in every round, on a CPU.
-    Each size has a process of its own, so that the peak is its own too.
+    The method is IFCA with k=2 on a linear model, with 10 rows of 20 features per client; all clients take part in
+    every round, on a CPU. Each size runs in a separate process, so that its peak memory is measured separately.
+
+    Args:
+        quick: Whether to measure up to 10,000 clients only.
     """
     return [_in_a_process(m) for m in (QUICK if quick else SIZES)]
 
 
 def slope(rows: list[dict[str, Any]]) -> float:
-    """The power of the number of clients with which seconds grow, from 1,000 clients on: 1 is linear.
+    """Return the power of the number of clients with which seconds grow, from 1,000 clients on: 1 is linear.
+
+    Args:
+        rows: The rows that `measure` returned.
 
     Example:
         >>> rows = [{"clients": 10**e, "seconds": 5.0 * 100**e} for e in (3, 4, 5)]
@@ -56,7 +62,12 @@ def slope(rows: list[dict[str, Any]]) -> float:
 
 
 def one_size(clients: int, folder: Path) -> dict[str, Any]:
-    """Write a federation of so many clients, train on it, and tell what that took of time and of memory."""
+    """Write a federation, train on it, and return the time and memory that this took.
+
+    Args:
+        clients: Number of clients.
+        folder: Folder for the federation, which must not exist yet.
+    """
     begin = time.perf_counter()
     federation = Federation.create(folder, mixture(clients), groups=(i % GROUPS for i in range(clients)))
     written = time.perf_counter() - begin
@@ -73,7 +84,11 @@ def one_size(clients: int, folder: Path) -> dict[str, Any]:
 
 
 def mixture(clients: int) -> Iterator[Packed]:
-    """A mixture of linear regressions, some clients at a time; neighbours belong to different groups."""
+    """Yield the clients of a mixture of linear regressions in pieces; consecutive clients are in different groups.
+
+    Args:
+        clients: Number of clients.
+    """
     g = torch.Generator().manual_seed(0)
     theta = linear_truth(FEATURES, GROUPS, scale=1.0, seed=0)
     for first in range(0, clients, WRITTEN):

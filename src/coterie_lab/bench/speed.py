@@ -1,4 +1,4 @@
-"""One round of federated training done every way there is, against the plain loop and against the arithmetic floor."""
+"""Benchmark of speed: one round on every executor, against the plain loop and against the arithmetic floor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coterie.models import CNN, MLP, Linear
 from coterie_lab.bench.loop import loop_round, loss
 from coterie_lab.bench.peers import PEERS, Job, PeerFailed, Timing, installed, time_peer
 
-WARM, ROUNDS = 3, 7  # to warm up, then timed; the median counts
+WARM, ROUNDS = 3, 7  # rounds to warm up, then timed rounds, of which the median is taken
 LARGE = {"cpu": 4096, "cuda": 8192}  # side of the matrix product that sets the rate of the floor
 
 log = logging.getLogger("coterie")
@@ -34,7 +34,7 @@ log = logging.getLogger("coterie")
 
 @dataclass(frozen=True)
 class Workload:
-    """A round to be done: who trains what, and how many operations it takes at the least."""
+    """A round to run: the model, the clients, the method, and the minimum number of operations that it takes."""
 
     name: str
     module: torch.nn.Module
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def task(self) -> Task:
-        """A classifier where the labels are whole numbers, else a regressor."""
+        """A classifier if the labels are integers, else a regressor."""
         kind = Task.regressor if self.federation.train.y.is_floating_point() else Task.classifier
         return kind(self.module)
 
@@ -59,9 +59,13 @@ class Workload:
 
 
 def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]]:
-    """Every workload done every way: a list of rows as `coterie bench speed --json` prints them.
+    """Time every workload on every executor, and return rows as `coterie bench speed --json` prints them.
 
     Other libraries that are installed are timed on a CPU only.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        quick: Whether to use a tenth of the clients.
     """
     where = find_device(device)
     peers = installed() if where.type == "cpu" else []
@@ -70,7 +74,7 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
     for work in workloads(quick, where):
         floor = work.flops / rate
         ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
-        for name in (n for n in ENGINES if n != "sharded"):  # which in one process is the vectorised one
+        for name in (n for n in ENGINES if n != "sharded"):  # in one process it is the same as the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
         for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
             ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
@@ -94,9 +98,13 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
 
 
 def workloads(quick: bool, device: torch.device) -> list[Workload]:
-    """The IFCA paper's MLP with four clusters and with one, a small linear model, and two convolutional networks.
+    """Return the workloads: the IFCA paper's MLP with four clusters and with one, a linear model, and two CNNs.
 
-    On a GPU the first has as many clients as in the paper; the others have not, for there the loop takes minutes.
+    On a GPU the first has as many clients as in the paper; the others have fewer, because the loop takes minutes there.
+
+    Args:
+        quick: Whether to use few clients.
+        device: Where the workloads will run.
     """
     m, one = (16, 16) if quick else (480, 480) if device.type == "cpu" else (4800, 480)
     images = grouped(m, 50, 784, 10, groups=4)
@@ -120,7 +128,19 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
 
 
 def gram_flops(m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes: int = 10, tau: int = 10) -> float:
-    """Operations of the cheapest exact form known: see `executors.fused`; the Gram matrices are made once per run."""
+    """Return the operations of a round of a two-layer MLP in the cheapest exact form known, `coterie.engines.fused`.
+
+    The Gram matrices are computed once per run and not counted.
+
+    Args:
+        m: Number of clients.
+        k: Number of clusters.
+        n: Number of rows per client.
+        d: Number of features.
+        h: Number of hidden units.
+        classes: Number of classes.
+        tau: Number of local steps.
+    """
     choose = 2.0 * m * n * d * h * k
     steps = (tau - 1) * 2.0 * m * n * n * h
     tail = tau * 6.0 * m * n * h * classes
@@ -129,7 +149,14 @@ def gram_flops(m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes:
 
 
 def sgd_flops(module: torch.nn.Module, federation: Federation, tau: int, batch: int = 10) -> float:
-    """Operations of τ steps on minibatches, as torch counts them for one."""
+    """Return the operations of τ steps on minibatches for all clients, from torch's count for one step.
+
+    Args:
+        module: The model.
+        federation: The clients.
+        tau: Number of local steps τ.
+        batch: Number of rows of a minibatch.
+    """
     x, y = federation.train.client(0)
     with FlopCounterMode(display=False) as counter:
         loss(module, x[:batch], y[:batch]).backward()
@@ -138,7 +165,15 @@ def sgd_flops(module: torch.nn.Module, federation: Federation, tau: int, batch: 
 
 
 def grouped(m: int, n: int, d: int, classes: int, groups: int) -> Federation:
-    """Well separated groups, so that no near-tie makes two exact ways choose differently."""
+    """Return clients in well separated groups, so that rounding errors never change the choice of a cluster.
+
+    Args:
+        m: Number of clients.
+        n: Number of rows per client.
+        d: Number of features.
+        classes: Number of classes.
+        groups: Number of groups.
+    """
     g = torch.Generator().manual_seed(0)
     centres = torch.rand(groups, classes, d, generator=g)
     clients = []
@@ -149,7 +184,13 @@ def grouped(m: int, n: int, d: int, classes: int, groups: int) -> Federation:
 
 
 def linear(m: int, n: int, d: int) -> Federation:
-    """One linear regression, dealt to all."""
+    """Return clients whose rows all follow the same linear regression.
+
+    Args:
+        m: Number of clients.
+        n: Number of rows per client.
+        d: Number of features.
+    """
     g = torch.Generator().manual_seed(0)
     theta = torch.randn(d, generator=g)
     rows = [torch.randn(n, d, generator=g) for _ in range(m)]
@@ -157,7 +198,11 @@ def linear(m: int, n: int, d: int) -> Federation:
 
 
 def product_rate(device: torch.device) -> float:
-    """Operations per second of a large matrix product, the best of five."""
+    """Return the operations per second of a large matrix product, the best of six.
+
+    Args:
+        device: Where to measure.
+    """
     side = LARGE[device.type]
     a = torch.randn(side, side, device=device)
     return 2 * side**3 / min(_timed(lambda: a @ a, device) for _ in range(6))
@@ -166,7 +211,7 @@ def product_rate(device: torch.device) -> float:
 def _watched(
     work: Workload, name: str, way: Callable[[], tuple[float, Params]], device: torch.device
 ) -> tuple[float, Params, float | None]:
-    """Seconds per round, the models after it, and the peak of memory."""
+    """Return seconds per round, the models after one round, and the peak memory."""
     _reset_peak(device)
     seconds, models = way()
     log.info("%s: %s %.4f s a round", work.name, name, seconds)
@@ -176,11 +221,11 @@ def _watched(
 def _executor(
     work: Workload, name: str, device: torch.device, precision: Precision = "float32"
 ) -> tuple[float, Params]:
-    """Seconds per round, and the models after the first."""
+    """Return seconds per round of an executor, and the models after one round."""
     cohort = simulated(work.federation, work.task, Key.of(0), executor=name, device=device, precision=precision)
     start = to_device(work.algorithm.start(work.task, cohort.at(0), Key.of(0)), device)
     state, times = start, []
-    warm, rounds = (WARM, ROUNDS) if name != "sequential" else (int(device.type == "cpu"), 1)  # which takes long
+    warm, rounds = (WARM, ROUNDS) if name != "sequential" else (int(device.type == "cpu"), 1)  # it takes long
     for _ in range(warm + rounds):
         begin = time.perf_counter()
         state, _ = work.algorithm.round(start, cohort.at(0))
@@ -196,13 +241,13 @@ def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
     found: list[Params] = []
     seconds = [
         _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
-        for _ in range(3 if device.type == "cpu" else 1)  # a GPU takes most of a minute for it
+        for _ in range(3 if device.type == "cpu" else 1)  # it takes most of a minute on a GPU
     ]
     return statistics.median(seconds[1:] or seconds), found[-1]
 
 
 def _batches(work: Workload, device: torch.device) -> list[Tensor]:
-    """The rows that the executors draw for every client's steps."""
+    """Return the minibatches that the executors draw for every client's steps."""
     cohort = simulated(work.federation, work.task, Key.of(0)).at(0)
     draw = FedAvg(tau=work.tau, batch=work.batch).step(work.task).draw
     sizes, key = cohort.sizes.tolist(), cohort.engine.client_key
@@ -210,11 +255,11 @@ def _batches(work: Workload, device: torch.device) -> list[Tensor]:
 
 
 def _peers(work: Workload, names: list[str]) -> dict[str, Timing]:
-    """Those of the peers that can do the work and did; a warning says why another did not."""
+    """Time the libraries that support the workload; log a warning for each that fails."""
     job = Job(work.federation.train, _start(work, torch.device("cpu")), work.task.spec["model"], work.lr, work.tau)
     found = {}
     for name in names:
-        if work.batch or (work.k > 1 and not PEERS[name].clusters):  # their minibatches would be others
+        if work.batch or (work.k > 1 and not PEERS[name].clusters):  # they would draw different minibatches
             continue
         try:
             found[name] = time_peer(name, job)
@@ -224,7 +269,7 @@ def _peers(work: Workload, names: list[str]) -> dict[str, Timing]:
 
 
 def _start(work: Workload, device: torch.device) -> Params:
-    """The models that every way starts from."""
+    """Return the models that every executor and library starts from."""
     cohort = simulated(work.federation, work.task, Key.of(0), executor="sequential", device=device)
     return to_device(work.algorithm.models(work.algorithm.start(work.task, cohort.at(0), Key.of(0))), device)
 
@@ -242,15 +287,19 @@ def _wait(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Begin to watch the peak of memory anew."""
+    """Reset the measurement of peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif (file := Path("/proc/self/clear_refs")).exists():
-        file.write_text("5")  # Linux then forgets the highest resident size so far
+        file.write_text("5")  # Linux then resets the peak resident size
 
 
 def peak_mib(device: torch.device) -> float | None:
-    """MiB at the peak: allocated on a GPU, resident in all on a CPU; None where nobody tells."""
+    """Return the peak memory in MiB: allocated on a GPU, or resident in total; None if the system does not report it.
+
+    Args:
+        device: Where to measure.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     status = Path("/proc/self/status")

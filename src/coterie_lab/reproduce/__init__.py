@@ -1,4 +1,4 @@
-"""Experiments of the papers: one TOML each, run by name, with the paper's numbers beside ours."""
+"""Experiments of the papers: each is a TOML file and is run by name; results include the paper's numbers."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ KINDS = {
 
 
 def folder() -> Path:
-    """Where the experiments' TOML files are: in the checkout, or installed with the package."""
+    """Return the folder of the experiments' TOML files: in the checkout, or installed with the package."""
     package = Path(__file__).resolve().parent.parent
     checkout = package.parent.parent / "experiments"
     return checkout if checkout.is_dir() else package / "_experiments"
 
 
 def experiments() -> dict[str, dict[str, Any]]:
-    """Every experiment by name."""
+    """Return the table of every experiment, by name."""
     return {p.stem: tomllib.loads(p.read_text(encoding="utf-8")) for p in sorted(folder().glob("*.toml"))}
 
 
 def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device: str = "auto") -> dict[str, Any]:
-    """Run an experiment, and write NAME.json and NAME.png; one that was broken off goes on where it was.
+    """Run an experiment, and write NAME.json and NAME.png; an interrupted experiment is continued.
 
     Args:
-        name: The experiment.
-        quick: Take the small version of the TOML's [quick] table.
-        out: Folder for the result; `experiments/results` for a full run, `runs/quick` for a quick one.
+        name: Name of the experiment.
+        quick: Whether to run a small version, with the values of the TOML's [quick] table.
+        out: Folder for the result; by default `experiments/results`, or `runs/quick` for a quick run.
         device: "auto", "cpu" or "cuda".
     """
     known = experiments()
@@ -94,7 +94,12 @@ def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device
 
 
 def draw(name: str, where: Path) -> None:
-    """Draw NAME.png from NAME.json; without matplotlib there is only the JSON."""
+    """Draw NAME.png from NAME.json, if matplotlib is installed.
+
+    Args:
+        name: Name of the experiment.
+        where: Folder of both files.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         return
     result = json.loads((where / f"{name}.json").read_text(encoding="utf-8"))

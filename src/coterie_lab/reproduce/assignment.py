@@ -1,4 +1,4 @@
-"""How the assignment of points gets purer from one cluster round to the next (the UIFCA report, Figure 4.3)."""
+"""The purity of the assignment of points after every cluster round (the UIFCA report, Figure 4.3)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ PURE = 0.99
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Every case and p: the purity after each cluster round, seed by seed."""
+    """Measure the purity after each cluster round, for every case, p and seed.
+
+    Args:
+        spec: Table of the experiment.
+        device: "auto", "cpu" or "cuda".
+        notebook: Stores the parts that are done.
+    """
     rows, curves = [], {}
     for case in spec["cases"]:
         for p in spec["p"]:
             name = f"{case['label']}, p = {p}"
             found = notebook.entry(name, lambda c=case, p=p: [_purities(spec, c, p, s, device) for s in spec["seeds"]])
             curves[name] = found
-            rows.append({"case": case["label"], "p": p, **_told(found)})
+            rows.append({"case": case["label"], "p": p, **_summary(found)})
     return {"seeds": spec["seeds"], "rows": rows, "curves": curves}
 
 
-def _told(curves: list[list[float]]) -> dict[str, Any]:
-    """The mean purity after the first and the last round, how many runs become pure, and when on average."""
+def _summary(curves: list[list[float]]) -> dict[str, Any]:
+    """Return the mean purity after the first and the last round, how many runs become pure, and the mean round."""
     first, last = (100 * float(np.mean([line[t] for line in curves])) for t in (0, -1))
     pure = [next(t for t, x in enumerate(line, 1) if x >= PURE) for line in curves if max(line) >= PURE]
     when = float(np.mean(pure)) if pure else None
@@ -38,7 +44,7 @@ def _told(curves: list[list[float]]) -> dict[str, Any]:
 
 
 def _purities(spec: dict[str, Any], case: dict[str, Any], p: float, seed: int, device: str) -> list[float]:
-    """The purity after every cluster round of one run; once no point moves it stays."""
+    """Return the purity after every cluster round of one run; once no point moves, the last value is repeated."""
     algorithm = build_algorithm(case["algorithm"])
     cohort = everybody(build_task(spec["task"]), seeded(spec["data"], seed, p=p), seed, device)
     found: list[float] = []
@@ -50,7 +56,12 @@ def _purities(spec: dict[str, Any], case: dict[str, Any], p: float, seed: int, d
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel per case, two in a row; a line per p: the mean over seeds, with a band of its standard error."""
+    """Draw a panel per case, with a line per p: the mean over seeds, and a band of its standard error.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     cases = list(dict.fromkeys(r["case"] for r in result["rows"]))
     height = -(-len(cases) // 2)
     fig = plots.figure(7.2, 2.8 * height)

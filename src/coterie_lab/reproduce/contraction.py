@@ -1,7 +1,7 @@
 """Theorem 1 of IFCA: from within Δ/4 of the truth the error halves each round, down to a floor that falls as 1/√(mn').
 
-The theorem's own setting: gradient averaging divided by m, step size γ = c₁/p, fresh rows in every round, half of them
-for choosing and half for stepping.
+The setting is that of the theorem: gradient averaging divided by m, step size γ = c₁/p, new rows in every round, half
+of them for choosing the cluster and half for the gradient step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from coterie_lab.reproduce.rounds import states
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """The error of every round, for every (m, n') and seed."""
+    """Measure the error of every round, for every (m, n') and seed.
+
+    Args:
+        spec: Table of the experiment.
+        device: "auto", "cpu" or "cuda".
+        notebook: Stores the parts that are done.
+    """
     rows, curves = [], {}
     for clients, fresh in spec["sizes"]:
         errors = np.array(
@@ -53,7 +59,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
 
 def _errors(spec: dict[str, Any], clients: int, fresh: int, seed: int, device: str) -> list[float]:
-    """max_j ‖θ_j - θ*_j‖ at the start and after every round."""
+    """Return max_j ‖θ_j - θ*_j‖ at the start and after every round."""
     d, k, rounds = spec["features"], spec["groups"], spec["rounds"]
     federation = linear_mixture(clients, 2 * fresh * rounds, d, k, spec["scale"], spec["sigma"], seed)
     truth = linear_truth(d, k, spec["scale"], seed)
@@ -65,14 +71,19 @@ def _errors(spec: dict[str, Any], clients: int, fresh: int, seed: int, device: s
 
 
 def _perturbation(truth: Tensor, seed: int) -> Tensor:
-    """Random directions of length Δ/4."""
+    """Return vectors of length Δ/4 in random directions."""
     apart = torch.cdist(truth, truth) + torch.eye(len(truth)) * 1e9
     noise = torch.randn(truth.shape, generator=Key.of(seed).fold(2).generator())
     return apart.min() / 4 * noise / noise.norm(dim=1, keepdim=True)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Left the errors over rounds, right the floor against mn'."""
+    """Draw the errors over rounds on the left, and the floor against mn' on the right.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     fig = plots.figure(9, 3.6)
     left, right = fig.subplots(1, 2)
     for (name, errors), colour in zip(result["curves"].items(), plots.COLOURS, strict=False):

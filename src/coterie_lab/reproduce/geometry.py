@@ -1,4 +1,4 @@
-"""How much noise a split bears (CFL, Figure 3): gradients that sum to zero over groups, and noise of a given length."""
+"""How much noise a correct split tolerates (CFL, Figure 3): gradients that sum to zero over groups, plus noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ MEASURES = {"gap": "P(g(α) > 0)", "correct": "P(correct split)"}
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """The share of trials with a positive gap, and with a correct split, for every k and γ."""
+    """Measure the fraction of trials with a positive gap, and with a correct split, for every k and γ.
+
+    Args:
+        spec: Table of the experiment.
+        device: Not used.
+        notebook: Stores the parts that are done.
+    """
     cells, rows = [], []
     for k in spec["groups"]:
         own = notebook.entry(f"k = {k}", lambda k=k: [_cell(spec, k, noise) for noise in spec["noise"]])
@@ -35,10 +41,13 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
 
 def theorem(k: int) -> float:
-    """The γ below which (19) and (21) make every split correct.
+    """Return the γ below which (19) and (21) make every split correct.
 
     With h = arccos H = 2 arcsin γ the bounds are α_intra ≥ cos h and α_cross ≤ cos(π / (k - 1) - h), so that α_intra is
-    the larger while 2h < π / (k - 1).
+    larger as long as 2h < π / (k - 1).
+
+    Args:
+        k: Number of groups.
 
     Example:
         >>> round(theorem(2), 3), round(theorem(10), 3)
@@ -48,7 +57,7 @@ def theorem(k: int) -> float:
 
 
 def _cell(spec: dict[str, Any], k: int, noise: float) -> dict[str, float]:
-    """What share of the trials with k groups and this γ turns out well."""
+    """Return the fractions of trials with a positive gap and with a correct split, for k groups and noise γ."""
     groups = np.arange(spec["per_group"] * k) % k
     above = np.triu_indices(len(groups), 1)
     similar = _similarities(spec, k, noise, groups)[:, above[0], above[1]]
@@ -58,7 +67,7 @@ def _cell(spec: dict[str, Any], k: int, noise: float) -> dict[str, float]:
 
 
 def _similarities(spec: dict[str, Any], k: int, noise: float, groups: np.ndarray) -> np.ndarray:
-    """α of every pair of clients in every trial (trials, m, m)."""
+    """Return the similarity α of every pair of clients in every trial (trials, m, m)."""
     g = Key.of(0).fold(k, round(1000 * noise)).generator()
     truth = torch.randn(spec["trials"], k, spec["features"], generator=g, dtype=torch.float64)
     truth = (truth - truth.mean(1, keepdim=True))[:, groups]  # at a stationary point they sum to zero
@@ -73,13 +82,18 @@ def _at(cells: list[dict[str, float]], what: str, noise: float) -> float | None:
 
 
 def _up_to(cells: list[dict[str, float]], what: str, share: float) -> float | None:
-    """The largest γ that is tried before the share of good trials first falls below `share`."""
+    """Return the largest γ before the first at which the fraction of good trials is below `share`."""
     good = list(itertools.takewhile(lambda c: c[what] >= share, cells))
     return good[-1]["noise"] if good else None
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Both shares over k and γ, with the region in which the theorem promises success."""
+    """Draw both fractions over k and γ, with the region in which the theorem guarantees success.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     fig = plots.figure(9, 3.8)
     ks, noises = (sorted({c[what] for c in result["cells"]}) for what in ("k", "noise"))
     image = None

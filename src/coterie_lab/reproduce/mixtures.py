@@ -1,11 +1,11 @@
 """IFCA with gradient averaging on many mixtures of linear regressions at once.
 
-A grid of settings is a batch. Trials have rows x of their own; the settings of a trial (separation, noise) share them
-and differ in y; and every setting is run from several starts with several step sizes. All of that is one product of x
-with a wide matrix of models, and one back. The tests hold it to `IFCA` itself, run by run.
+A grid of settings is a batch. Each trial has its own rows x; the settings of a trial (separation, noise) share these
+rows and differ in y; and every setting is run from several starts with several step sizes. A round of all of them is
+one product of x with a wide matrix of models, and one product back. The tests compare every run with `IFCA` itself.
 
-Throughout, t is the trials, s their settings, l step sizes, r starts, u = s·l·r runs of a trial, k clusters, m clients,
-n rows of each.
+Shapes are written with t trials, s settings of each, l step sizes, r starts, u = s·l·r runs per trial, k clusters, m
+clients and n rows per client.
 """
 
 from __future__ import annotations
@@ -17,33 +17,37 @@ from torch import Tensor
 
 from coterie.engines.products import Factor
 
-SPAN = 20  # rounds, after which runs that have come to rest are sorted out
-STILL = 1e-6  # the part of its largest parameter by which no parameter of a run at rest moved in the last round
+SPAN = 20  # rounds after which runs that have converged are removed from the batch
+STILL = 1e-6  # a run has converged if no parameter changed by more than this fraction of the largest one
 
 
 class Mixtures(NamedTuple):
-    """The data of some trials."""
+    """The rows and targets of several trials."""
 
     x: Factor  # (t, m·n, d)
     y: Tensor  # (t, m, n, s)
 
     @classmethod
     def of(cls, x: Tensor, noise: Tensor, truth: Tensor, sigma: Tensor) -> Mixtures:
-        """Targets for every setting.
+        """Compute the targets for every setting.
 
         Args:
-            x: Rows (t, m, n, d), of clients in contiguous equal groups.
-            noise: Standard normal (t, m, n).
-            truth: θ* (t, s, k, d).
-            sigma: The noise of every setting (s,).
+            x: Rows (t, m, n, d), of clients in contiguous groups of equal size.
+            noise: Standard normal noise (t, m, n).
+            truth: True models θ* (t, s, k, d).
+            sigma: Standard deviation of the noise of every setting (s,).
         """
         t, m, n, d = x.shape
         k = truth.shape[2]
-        own = torch.einsum("tkrd,tskd->tkrs", x.reshape(t, k, -1, d), truth)  # group k's rows meet its own truth
+        own = torch.einsum("tkrd,tskd->tkrs", x.reshape(t, k, -1, d), truth)  # group k's rows times its own truth
         return cls(Factor.of(x.reshape(t, m * n, d)), own.reshape(t, m, n, -1) + noise[..., None] * sigma)
 
     def only(self, clients: Tensor) -> Mixtures:
-        """The clients of every trial that are numbered by (t, c)."""
+        """Return the data of some clients of every trial.
+
+        Args:
+            clients: Indices of the clients (t, c).
+        """
         at = torch.arange(len(clients), device=clients.device)[:, None]
         y = self.y[at, clients]
         x = self.x.whole.unflatten(1, self.y.shape[1:3])[at, clients]
@@ -51,15 +55,20 @@ class Mixtures(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Runs of IFCA on the trials: u of them on each."""
+    """Runs of IFCA: u runs on each trial."""
 
     theta: Tensor  # (t, u, k, d)
-    setting: Tensor  # which of the settings each run is about (u,)
-    lr: Tensor  # the step size of each (u,)
+    setting: Tensor  # the setting of each run (u,)
+    lr: Tensor  # the step size of each run (u,)
 
     @classmethod
     def every(cls, starts: Tensor, lr: Tensor) -> Runs:
-        """Every start (t, s, r, k, d) with every step size (l,): runs in the order of s, l, r."""
+        """Combine every start with every step size; runs are in the order of s, l, r.
+
+        Args:
+            starts: Initial models (t, s, r, k, d).
+            lr: Step sizes (l,).
+        """
         t, s, r, k, d = starts.shape
         each = starts[:, :, None].expand(t, s, len(lr), r, k, d)
         setting = torch.arange(s, device=lr.device).repeat_interleave(len(lr) * r)
@@ -67,9 +76,15 @@ class Runs(NamedTuple):
 
 
 def ifca(data: Mixtures, runs: Runs, rounds: int, *, normalise: str) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 with option I: the models (t, u, k, d) and the labels (t, u, m) after so many rounds.
+    """Run Algorithm 1 with option I, and return the last models (t, u, k, d) and labels (t, u, m).
 
-    A run that no longer moves, or has diverged, is left where it is; the others go on without it.
+    A run that has converged or diverged is not updated any more; the others continue without it.
+
+    Args:
+        data: The trials.
+        runs: The runs on each trial.
+        rounds: Number of rounds.
+        normalise: "all" divides the sum of gradients by the number of clients, otherwise by that of the cluster.
     """
     t, u, m = *runs.theta.shape[:2], data.y.shape[1]
     theta, labels = runs.theta.clone(), torch.zeros(t, u, m, dtype=torch.long, device=runs.theta.device)
@@ -81,25 +96,25 @@ def ifca(data: Mixtures, runs: Runs, rounds: int, *, normalise: str) -> tuple[Te
             break
         at = going.byte().argsort(dim=1, descending=True, stable=True)[
             :, :most
-        ]  # those that go on, and as many at rest
+        ]  # those that continue, padded with converged ones
         y = data.y.gather(3, runs.setting[at][:, None, None].expand(-1, *data.y.shape[1:3], -1))
         now, lr = theta[trial, at], runs.lr[at][..., None, None]
         before, label = now, labels[trial, at]
         for _ in range(min(SPAN, rounds - begin)):
             before, (now, label) = now, _round(data.x, y, now, lr, normalise)
-        on = going[trial, at]  # the others stay where they were
+        on = going[trial, at]  # the others do not change
         theta[trial, at] = torch.where(on[..., None, None], now, theta[trial, at])
         labels[trial, at] = torch.where(on[..., None], label, labels[trial, at])
-        going[trial, at] &= (now - before).abs().amax((2, 3)) > STILL * now.abs().amax((2, 3))  # of NaN, it is not
+        going[trial, at] &= (now - before).abs().amax((2, 3)) > STILL * now.abs().amax((2, 3))  # False for NaN
     return theta, labels
 
 
 def _round(x: Factor, y: Tensor, theta: Tensor, lr: Tensor, normalise: str) -> tuple[Tensor, Tensor]:
-    """One round of every run: x (t, m·n, d), y (t, m, n, u), theta (t, u, k, d)."""
+    """Run one round of every run, given x (t, m·n, d), y (t, m, n, u) and theta (t, u, k, d)."""
     (t, u, k, d), (m, n) = theta.shape, y.shape[1:3]
     off = x.times(theta.reshape(t, u * k, d).transpose(1, 2)).reshape(t, m, n, u, k)
     off -= y[..., None]
-    loss = torch.linalg.vector_norm(off, dim=2)  # it is least where the mean square is
+    loss = torch.linalg.vector_norm(off, dim=2)  # its minimum is where that of the mean square is
     label = loss.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(-1)  # line 6 (t, m, u)
     chosen = label[..., None] == torch.arange(k, device=label.device)
     off.masked_fill_(~chosen[:, :, None], 0)
@@ -109,7 +124,15 @@ def _round(x: Factor, y: Tensor, theta: Tensor, lr: Tensor, normalise: str) -> t
 
 
 def farthest_first(data: Mixtures, start: Tensor, lr: float, steps: int, k: int) -> Tensor:
-    """What `FarthestFirst` finds (t, s, 1, k, d): `start` is the common model (t, d), all clients of `data` train."""
+    """Return the initial models that `FarthestFirst` finds (t, s, 1, k, d).
+
+    Args:
+        data: The trials, with the clients that train a candidate each.
+        start: The common model that clients train from (t, d).
+        lr: Step size.
+        steps: Number of local steps.
+        k: Number of clusters.
+    """
     (t, m, n, s), d = data.y.shape, start.shape[1]
     x = data.x.whole.reshape(t, m, n, d)
     off = torch.einsum("tmnd,td->tmn", x, start)[..., None] - data.y

@@ -45,7 +45,7 @@ def _one(spec: dict[str, Any], case: dict[str, Any], seed: int, device: str) -> 
     never = (spec["rounds"] + 1,)
     algorithm = CFL(schedule=never, holdout=0.0, lr=spec["lr"], tau=spec["tau"], batch=case["batch"])
     lengths = [
-        torch.stack([s.updates.mean(0).norm(), s.updates.norm(dim=1).max()])
+        torch.stack([s.reports.updates.mean(0).norm(), s.reports.updates.norm(dim=1).max()])
         for s in itertools.islice(states_of(algorithm, cohort, spec["rounds"], seed), 1, None)
     ]
     return torch.stack(lengths, 1).cpu().numpy()

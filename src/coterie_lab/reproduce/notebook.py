@@ -1,4 +1,4 @@
-"""The parts of an experiment that are done, kept while the others are not."""
+"""A file that stores finished parts of an experiment until all parts are finished."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ log = logging.getLogger("coterie")
 
 
 class Notebook:
-    """Results by name in a JSON file, so that an experiment that was broken off goes on where it was.
+    """Results by name in a JSON file, so that an interrupted experiment can be continued.
 
     Args:
-        path: The file. It is not there before the first entry, nor after `close`.
-        spec: What the entries depend on; a file made for another is not used.
-        device: What they are made on. It may be another than before: the result names all.
+        path: The file. It exists from the first entry until `close`.
+        spec: What the entries depend on; a file that was made for another `spec` is not used.
+        device: The device that new entries are computed on. It may differ from that of earlier entries; the result
+            names all devices.
 
     Example:
         >>> import tempfile
@@ -38,16 +39,21 @@ class Notebook:
         self.entries: dict[str, dict[str, Any]] = {}
         if not path.exists():
             return
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["spec"] == self.spec:
-            self.entries = told["entries"]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["spec"] == self.spec:
+            self.entries = stored["entries"]
             log.warning("%s: %d parts are there already", path, len(self.entries))
         else:
             path.rename(aside := path.with_suffix(".old.json"))
             log.warning("%s was made with other settings; it is now %s", path, aside)
 
     def entry(self, name: str, make: Callable[[], Any]) -> Any:
-        """What is written under a name, made now if nothing is."""
+        """Return the value that is stored under a name; compute and store it first if there is none.
+
+        Args:
+            name: Name of the entry.
+            make: Computes the value, which must be valid JSON.
+        """
         if name not in self.entries:
             begin, made_with = time.monotonic(), commit()
             self.entries[name] = {
@@ -59,31 +65,31 @@ class Notebook:
 
     @property
     def commits(self) -> str:
-        """The commits that the entries were made with."""
+        """The commits that the entries were computed with."""
         return ", ".join(dict.fromkeys(e["commit"] for e in self.entries.values())) or commit()
 
     @property
     def devices(self) -> str:
-        """What the entries were made on."""
+        """The devices that the entries were computed on."""
         return ", ".join(dict.fromkeys(e["device"] for e in self.entries.values())) or self.device
 
     @property
     def seconds(self) -> float:
-        """What the entries took."""
+        """The time that the entries took."""
         return sum(e["seconds"] for e in self.entries.values())
 
     def close(self) -> None:
-        """Remove the file: the whole result is written."""
+        """Remove the file, once the whole result has been written."""
         self.path.unlink(missing_ok=True)
 
 
 def commit() -> str:
-    """The commit of this checkout, as git knows it; COTERIE_COMMIT comes first, for copies that git knows wrongly."""
-    if told := os.environ.get("COTERIE_COMMIT"):
-        return told
+    """Return the commit of this checkout from git; COTERIE_COMMIT has priority, for copies where git would be wrong."""
+    if given := os.environ.get("COTERIE_COMMIT"):
+        return given
     ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        told = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
-    except OSError:  # there is no git here
-        told = ""
-    return told or "unknown"
+        found = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    except OSError:  # git is not installed
+        found = ""
+    return found or "unknown"

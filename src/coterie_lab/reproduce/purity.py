@@ -1,4 +1,4 @@
-"""How purely methods group unlabelled points, over the heterogeneity of the clients (UIFCA, Tables 4.1 and 4.3)."""
+"""The purity of clusters of unlabelled points against the heterogeneity of clients (UIFCA, Tables 4.1 and 4.3)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from coterie.runs.fit import fit
 from coterie_lab.reproduce.notebook import Notebook
 from coterie_lab.reproduce.rounds import seeded
 
-NOT_DATA = ("label", "seeds", "methods", "over", "clusters")  # of a panel's table; the others are the federation's
+NOT_DATA = ("label", "seeds", "methods", "over", "clusters")  # in a panel's table; the others describe the data
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Every panel, method and p, over all seeds."""
+    """Measure the purity of every panel, method and p, over all seeds.
+
+    Args:
+        spec: Table of the experiment.
+        device: "auto", "cpu" or "cuda".
+        notebook: Stores the parts that are done.
+    """
     rows, runs = [], {}
     for panel, method, p in cells(spec):
         name = entry_name(panel, method, p)
@@ -33,7 +39,11 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
 
 def cells(spec: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], float]]:
-    """Every panel, method and p; a panel may have methods, and a method values of p, of its own."""
+    """Yield every panel, method and p; a panel may list its own methods, and a method its own values of p.
+
+    Args:
+        spec: Table of the experiment.
+    """
     for panel in spec["data"]:
         for method in panel.get("methods") or spec["methods"]:
             for p in method.get("p", spec["p"]):
@@ -41,12 +51,26 @@ def cells(spec: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
 
 
 def entry_name(panel: dict[str, Any], method: dict[str, Any], p: float) -> str:
-    """What a cell of the table is called."""
+    """Return the name of a cell of the table.
+
+    Args:
+        panel: Table of the panel.
+        method: Table of the method.
+        p: Heterogeneity.
+    """
     return f"{panel['label']}, {method['label']}, p = {p}"
 
 
 def purities(spec: dict[str, Any], panel: dict[str, Any], method: dict[str, Any], p: float, device: str) -> list[float]:
-    """The purity of every run of a cell: for all seeds, and all values that the data are to be averaged over."""
+    """Return the purity of every run of a cell: for all seeds, and all values that the data are averaged over.
+
+    Args:
+        spec: Table of the experiment.
+        panel: Table of the panel.
+        method: Table of the method.
+        p: Heterogeneity.
+        device: "auto", "cpu" or "cuda".
+    """
     data = {n: v for n, v in panel.items() if n not in NOT_DATA}
     over = method.get("over", panel.get("over", {}))
     algorithm = build_algorithm({**method["algorithm"], "k": panel.get("clusters", panel.get("k"))})
@@ -63,7 +87,12 @@ def purities(spec: dict[str, Any], panel: dict[str, Any], method: dict[str, Any]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel per data set, two in a row; a line per method, and crosses for the report's."""
+    """Draw a panel per data set, with a line per method and crosses for the report's numbers.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     panels, methods = (list(dict.fromkeys(r[name] for r in result["rows"])) for name in ("data", "method"))
     lines = -(-len(panels) // 2)
     fig = plots.figure(6.4, 2.7 * lines + 0.3 * -(-len(methods) // 3))
@@ -86,11 +115,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _panel(axes: Any, rows: list[dict[str, Any]], methods: list[str]) -> None:
     for i, method in enumerate(methods):
         line = sorted((r for r in rows if r["method"] == method), key=lambda r: r["p"])
-        size = max(3.0, 7 - 1.5 * i)  # so that a line under another is seen
+        size = max(3.0, 7 - 1.5 * i)  # so that a line below another one is visible
         colour = plots.COLOURS[i % len(plots.COLOURS)]
         axes.plot([r["p"] for r in line], [r["purity"] for r in line], "o-", ms=size, color=colour, label=method)
-        told = [(r["p"], r["report"]) for r in line if r["report"] is not None]
-        if told:
-            axes.plot(*zip(*told, strict=True), "x", color=colour, ms=7)
+        reported = [(r["p"], r["report"]) for r in line if r["report"] is not None]
+        if reported:
+            axes.plot(*zip(*reported, strict=True), "x", color=colour, ms=7)
     axes.set_ylim(0, 105)
     plots.tidy(axes)

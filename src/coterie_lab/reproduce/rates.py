@@ -1,9 +1,9 @@
 """Theorem 2 of Su, Xu and Yang (2022): near the truth FedX contracts geometrically, down to a floor.
 
-The theorem's factor is 1 - C₁sηρ/κ with a constant that is not given; it is shown with C₁ = 1. Lemma 1 has no constant:
-with every client in its true cluster the error is multiplied by I - ηK_j, whose eigenvalues follow from the data. For
-FedAvg κ is taken to be sγ/(1 - (1 - γ)^s), which Lemma 1 implies and which tends to 1 as γ does to 0; the text has γ^s
-for sγ. The paper's loss is half the mean squared error, so its η is twice the `lr` of `FedX`.
+The theorem's factor is 1 - C₁sηρ/κ with an unspecified constant; it is shown with C₁ = 1. Lemma 1 has no constant: with
+every client in its true cluster the error is multiplied by I - ηK_j, whose eigenvalues follow from the data. For
+FedAvg, κ is sγ/(1 - (1 - γ)^s), which Lemma 1 implies and which tends to 1 as γ tends to 0; the paper's text has γ^s
+instead of sγ. The paper's loss is half the mean squared error, so its η is twice the `lr` of `FedX`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,35 @@ from coterie_lab.reproduce.notebook import Notebook
 from coterie_lab.reproduce.regressions import Regression
 from coterie_lab.reproduce.rounds import last_state, states
 
-NEAR = 3  # times the oracle's error: rounds from there on are not counted for the factor
+NEAR = 3  # times the oracle's error; once the error is below it, rounds are not used for the factor
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Errors over rounds for every step size and method; then where they end, for more and for larger clients."""
+    """Measure errors over rounds for every step size and method, then the final error for more and larger clients.
+
+    Args:
+        spec: Table of the experiment.
+        device: "auto", "cpu" or "cuda".
+        notebook: Stores the parts that are done.
+    """
     rows, curves, seeds = [], {}, list(range(spec["seeds"]))
     for gamma, method in itertools.product(spec["gammas"], spec["methods"]):
         name = f"{method['name']}, γ = {gamma:g}"
-        told = notebook.entry(name, lambda g=gamma, m=method: [_decay(spec, g, m, seed, device) for seed in seeds])
-        mean = {what: float(np.mean([t[what] for t in told])) for what in told[0] if what != "errors"}
+        runs = notebook.entry(name, lambda g=gamma, m=method: [_decay(spec, g, m, seed, device) for seed in seeds])
+        mean = {what: float(np.mean([r[what] for r in runs])) for what in runs[0] if what != "errors"}
         rows.append({"method": method["name"], "γ": gamma, **mean})
-        curves[name] = np.mean([t["errors"] for t in told], 0).tolist()
+        curves[name] = np.mean([r["errors"] for r in runs], 0).tolist()
     ends = []
     for change in spec["floors"]:
-        told = notebook.entry(f"{change}", lambda c=change: [_floor(spec, c, seed, device) for seed in seeds])
+        runs = notebook.entry(f"{change}", lambda c=change: [_floor(spec, c, seed, device) for seed in seeds])
         ends.append({"M": change["rest"], "rows": change["rest_rows"]} | {
-            what: float(np.mean([t[what] for t in told])) for what in told[0]
+            what: float(np.mean([r[what] for r in runs])) for what in runs[0]
         })  # fmt: skip
     return {"seeds": seeds, "rows": rows, "curves": curves, "floors": ends}
 
 
 def _decay(spec: dict[str, Any], gamma: float, method: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
-    """The errors of one run, and the factors per round that it had, that Lemma 1 and that the theorem have for it."""
+    """Return the errors of one run, and its factor per round as measured, by Lemma 1 and by the theorem."""
     problem = Regression.of(spec["data"], seed)
     eta, refine, s = gamma / _sharpest(problem.federation), method["refine"], method.get("tau", 1)
     models = _near(problem, spec["off"], seed)
@@ -71,7 +77,7 @@ def _decay(spec: dict[str, Any], gamma: float, method: dict[str, Any], seed: int
 
 
 def _floor(spec: dict[str, Any], change: dict[str, Any], seed: int, device: str) -> dict[str, float]:
-    """Where FedAvg with ten steps and γ = 0.9 ends, and the theorem's bound on it with its constants set to one."""
+    """Return the final error of FedAvg with ten steps and γ = 0.9, and the theorem's bound with constants of one."""
     problem = Regression.of({**spec["data"], **change}, seed)
     federation, models = problem.federation, _near(problem, spec["off"], seed)
     groups = federation.groups
@@ -92,23 +98,23 @@ def _floor(spec: dict[str, Any], change: dict[str, Any], seed: int, device: str)
 
 
 def _near(problem: Regression, off: float, seed: int) -> list[Params]:
-    """The truth, each model moved by so many Δ in a random direction."""
+    """Return the true models, each moved by `off` times Δ in a random direction."""
     noise = torch.randn(problem.truth.shape, generator=Key.of(seed).fold(2).generator()).double()
     moved = problem.truth + off * problem.delta * noise / noise.norm(dim=1, keepdim=True)
     return [{"weight": theta[None].float()} for theta in moved]
 
 
 def _factor(errors: list[float], near: float) -> float:
-    """The mean factor per round (geometric) until the error is near the floor, or until the end."""
+    """Return the geometric mean of the factor per round until the error is below `near`, or until the end."""
     last = next((t for t, error in enumerate(errors) if error < near), len(errors) - 1)
     return (errors[last] / errors[0]) ** (1 / last)
 
 
-# --- what the theorem is about ---------------------------------------------------------------------------------------
+# --- the quantities in the theorem -----------------------------------------------------------------------------------
 
 
 def _by_size(federation: Federation) -> list[tuple[Tensor, Tensor]]:
-    """For every number of rows n, the features of the clients that have so many (c, n, d), and their groups (c,)."""
+    """Return for every number of rows n the features of the clients with n rows (c, n, d), and their groups (c,)."""
     train, groups = federation.train, federation.groups
     assert groups is not None
     of_row, d = train.sizes.repeat_interleave(train.sizes), train.x.shape[1]
@@ -118,7 +124,7 @@ def _by_size(federation: Federation) -> list[tuple[Tensor, Tensor]]:
 
 
 def _sharpest(federation: Federation) -> float:
-    """The largest ‖φ(x_i)‖²/n_i of all clients, so that γ is η times it."""
+    """Return the largest ‖φ(x_i)‖²/n_i of all clients; γ is η times this."""
     return max(float(torch.linalg.matrix_norm(x, 2).square().max()) / x.shape[1] for x, _ in _by_size(federation))
 
 
@@ -127,21 +133,21 @@ def _kappa(refine: str, gamma: float, s: int) -> float:
 
 
 def _rho(federation: Federation) -> float:
-    """The smallest cluster's share of all rows."""
+    """Return the fraction of all rows that the smallest cluster has."""
     assert federation.groups is not None
     rows = torch.bincount(federation.groups, weights=federation.train.sizes.double())
     return float(rows.min() / rows.sum())
 
 
 def _nu(sizes: Tensor, k: int, d: int) -> float:
-    """The second term of eq. (10) with C = 1; the first falls exponentially in the rows of clients."""
+    """Return the second term of eq. (10) with C = 1; the first term falls exponentially in the rows of clients."""
     n = sizes.double()
     skew = float(len(n) * n.square().sum() / n.sum() ** 2)  # χ²(n) + 1
     return math.sqrt(d * k * math.log(k) / len(n) * skew)
 
 
 def _lemma(federation: Federation, k: int, eta: float, refine: str, s: int) -> tuple[float, float]:
-    """The largest eigenvalue of I - ηK_j, and its mean one; of the cluster where it is largest."""
+    """Return the largest eigenvalue of I - ηK_j over all clusters, and the largest mean of its eigenvalues."""
     d = federation.train.x.shape[1]
     total = torch.zeros(k, d, d, dtype=torch.float64)  # ηN K_j
     for x, groups in _by_size(federation):
@@ -159,7 +165,12 @@ def _lemma(federation: Federation, k: int, eta: float, refine: str, s: int) -> t
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Errors over rounds, a panel per γ, with the theorem's and the lemma's lines; then the floors against ν."""
+    """Draw errors over rounds, a panel per γ, with the lines of the theorem and the lemma; then the floors against ν.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     gammas = list(dict.fromkeys(r["γ"] for r in result["rows"]))
     fig = plots.figure(3.9 * (len(gammas) + 1), 3.9)
     *panels, last = fig.subplots(1, len(gammas) + 1)

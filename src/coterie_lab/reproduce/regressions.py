@@ -1,4 +1,4 @@
-"""Mixed regressions whose truth is known: errors as Su, Xu and Yang (2022) measure them, and what an oracle gets."""
+"""Mixed regressions with known true models: errors as in Su, Xu and Yang (2022), and the error of an oracle."""
 
 from __future__ import annotations
 
@@ -21,33 +21,46 @@ from coterie.runs.config import build_federation
 
 @dataclass(frozen=True)
 class Regression:
-    """A federation of `mixed_regression`, and the models it was made with."""
+    """A federation of `mixed_regression`, and its true models."""
 
     federation: Federation
     truth: Tensor  # θ* (k, d)
 
     @classmethod
     def of(cls, data: dict[str, Any], seed: int) -> Regression:
-        """What a table describes; `k` and `d` must be in it."""
+        """Make the federation that a table describes.
+
+        Args:
+            data: Arguments of `mixed_regression`, including `k` and `d`.
+            seed: Seed of the federation.
+        """
         federation = build_federation({"name": "mixed_regression", **data, "seed": seed})
         return cls(federation, regression_truth(data["k"], data["d"], data.get("radius", 1.0), seed).double())
 
     @property
     def delta(self) -> float:
-        """Δ, the least distance between two of the models."""
+        """Δ, the smallest distance between two of the true models."""
         return float(torch.pdist(self.truth).min())
 
     @property
     def task(self) -> Task:
-        """Regression without an intercept, as the paper has it."""
+        """Linear regression without an intercept, as in the paper."""
         return Task.regressor(Linear(self.truth.shape[1], 1, bias=False))
 
     def error(self, models: Sequence[Params]) -> float:
-        """d(θ̂, θ*)/Δ."""
+        """Return the error d(θ̂, θ*)/Δ.
+
+        Args:
+            models: The models θ̂.
+        """
         return distance(flat(stack(models)), self.truth) / self.delta
 
     def oracle(self, federation: Federation) -> float:
-        """The same of least squares on the rows of each true cluster, as if the clusters were known."""
+        """Return the error of least squares on the rows of each true cluster, as if the clusters were known.
+
+        Args:
+            federation: The clients whose rows are used.
+        """
         groups, train = _groups(federation), federation.train
         of_row = groups.repeat_interleave(train.sizes)
         found = [
@@ -58,7 +71,11 @@ class Regression:
 
 
 def distance(found: Tensor, truth: Tensor) -> float:
-    """Eq. (6): the largest error of a model under the matching to the truth that makes it least.
+    """Return the distance of eq. (6): the largest error of a model, minimised over matchings with the true models.
+
+    Args:
+        found: Models (k, d).
+        truth: True models (k, d).
 
     Example:
         >>> distance(torch.tensor([[3.0], [0.0]]), torch.tensor([[0.0], [2.0]]))
@@ -69,7 +86,7 @@ def distance(found: Tensor, truth: Tensor) -> float:
         far = apart > bound
         if not far[linear_sum_assignment(far)].any():
             return float(bound)
-    return float("nan")  # the models are no numbers
+    return float("nan")  # the models contain NaN
 
 
 def _groups(federation: Federation) -> Tensor:

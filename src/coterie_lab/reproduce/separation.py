@@ -60,8 +60,8 @@ def _gaps(spec: dict[str, Any], n: int, seed: int, device: str) -> list[dict[str
     cells = []
     for t, (before, after) in enumerate(itertools.pairwise(states_of(algorithm, cohort, max(spec["at"]), seed)), 1):
         if t in spec["at"]:
-            gradients = asking.round(before, cohort.at(t - 1))[0].updates
-            told = _judged("update", after.updates, groups) | _judged("gradient", gradients, groups)
+            gradients = asking.round(before, cohort.at(t - 1))[0].reports.updates
+            told = _judged("update", after.reports.updates, groups) | _judged("gradient", gradients, groups)
             cells.append({"rows": n, "seed": seed, "round": t, **told})
     return cells
 

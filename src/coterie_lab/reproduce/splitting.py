@@ -81,7 +81,7 @@ def _gaps(before: State, after: State, groups: np.ndarray) -> dict[int, float]:
     for v in before.leaves:
         own = (before.node == v).nonzero().flatten()
         if len(own) > 1:
-            gaps[v] = separation_gap(cosines(after.updates[own.to(after.updates.device)]), groups[own.numpy()])
+            gaps[v] = separation_gap(cosines(after.reports.updates[own]), groups[own.numpy()])
     return gaps
 
 

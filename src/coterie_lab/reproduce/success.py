@@ -1,8 +1,9 @@
 """Success probability of IFCA on mixtures of linear regressions (IFCA, Figure 2).
 
 A trial fixes the data; it succeeds if, over all starts and step sizes, one run ends within 0.6 σ of the truth. The
-distance is that of the authors' code, the mean over learnt models of the distance to the *nearest* truth. Beside it
-are kept success by the matched distance (each truth once) and the share of rightly labelled clients.
+distance is that of the authors' code, the mean over learnt models of the distance to the *nearest* true model. The
+result also contains success by the matched distance (each true model once) and the fraction of correctly labelled
+clients.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from coterie.runs.metrics import matched_accuracy
 from coterie_lab.reproduce.mixtures import Mixtures, Runs, farthest_first, ifca
 from coterie_lab.reproduce.notebook import Notebook
 
-WORK = {"cpu": 2**26, "cuda": 2**29}  # residuals that are in memory at a time
+WORK = {"cpu": 2**26, "cuda": 2**29}  # residuals that are held in memory at a time
 
 
 class Setting(NamedTuple):
-    """What the targets of a trial depend on besides its rows."""
+    """The parameters that the targets of a trial depend on, besides its rows."""
 
     scaling: Literal["code", "text"]
     scale: float
@@ -42,7 +43,13 @@ class Setting(NamedTuple):
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Every panel, size, setting and trial."""
+    """Measure every panel, size, setting and trial.
+
+    Args:
+        spec: Table of the experiment.
+        device: "auto", "cpu" or "cuda".
+        notebook: Stores the parts that are done.
+    """
     rows = []
     for panel in spec["panels"]:
         settings = [Setting(*s) for s in itertools.product(*(panel[n] for n in ("scaling", "scale", "sigma")))]
@@ -63,7 +70,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 def _trials(
     spec: dict[str, Any], panel: dict[str, Any], settings: list[Setting], clients: int, n: int, device: torch.device
 ) -> list[list[dict[str, float]]]:
-    """What came of every trial and setting; as many trials at once as memory likes, while the next ones are drawn."""
+    """Return the result of every trial and setting; run as many trials at once as fit, while the next are drawn."""
     width = len(settings) * len(panel["lr"]) * spec["restarts"] * panel["groups"]
     at_once = max(1, WORK[device.type] // (clients * n * width))
     seeds = list(range(spec["trials"]))
@@ -80,7 +87,7 @@ def _trials(
 
 
 def _draw(rows: int, features: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A trial's rows on the device, moved there beside what the device is computing."""
+    """Draw a trial's rows and copy them to the device while it is computing."""
     aside = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(aside):
         x, noise = (v.to(device) for v in linear_draws(rows, features, seed))
@@ -93,7 +100,7 @@ def _batch(
     spec: dict[str, Any], panel: dict[str, Any], settings: list[Setting], seeds: list[int],
     drawn: list[tuple[Tensor, Tensor]], size: tuple[int, int], device: torch.device,
 ) -> list[list[dict[str, float]]]:  # fmt: skip
-    """Some trials, every setting and start and step size of them in one computation."""
+    """Run some trials, with all settings, starts and step sizes in one computation."""
     d, k = spec["features"], panel["groups"]
     x, noise = (torch.stack([pair[i] for pair in drawn]).unflatten(1, size) for i in (0, 1))
     truth = torch.stack(
@@ -112,30 +119,30 @@ def _batch(
     }
     lr = torch.tensor(panel["lr"], device=device)
     limit = [0.6 * s.sigma + panel["slack"] for s in settings]
-    told: list[list[dict[str, float]]] = [[{} for _ in settings] for _ in seeds]
+    results: list[list[dict[str, float]]] = [[{} for _ in settings] for _ in seeds]
     for name, theta in starts.items():
         models, labels = ifca(data, Runs.every(theta, lr), spec["rounds"], normalise=spec["normalise"])
         by_setting = (len(settings), -1)
-        _judge(models.unflatten(1, by_setting), labels.unflatten(1, by_setting), truth, limit, name, told)
-    return told
+        _judge(models.unflatten(1, by_setting), labels.unflatten(1, by_setting), truth, limit, name, results)
+    return results
 
 
 def _lenders(seed: int, clients: int, k: int) -> Tensor:
-    """The clients that `FarthestFirst` asks in IFCA's first start."""
+    """Return the clients that `FarthestFirst` samples for IFCA's first start."""
     share = max(k, FarthestFirst().clients) / clients
     everybody = torch.arange(clients)
     return everybody if share >= 1 else sampled(Key.of(seed).fold(CLIENTS), (0, 0), everybody, share)
 
 
 def _random_starts(key: Key, k: int, d: int, restarts: int) -> Tensor:
-    """θ⁽⁰⁾ drawn coordinate-wise from Bernoulli(0.5), as in Section 6.1 (r, k, d)."""
+    """Draw θ⁽⁰⁾ (r, k, d) coordinate-wise from Bernoulli(0.5), as in Section 6.1."""
     return torch.stack([(torch.rand(k, d, generator=key.fold(r).generator()) < 0.5).float() for r in range(restarts)])
 
 
 def _judge(
-    theta: Tensor, labels: Tensor, truth: Tensor, limit: list[float], name: str, told: list[list[dict[str, float]]]
+    theta: Tensor, labels: Tensor, truth: Tensor, limit: list[float], name: str, results: list[list[dict[str, float]]]
 ) -> None:
-    """The best run of every trial and setting, by the code's distance, of theta (t, s, l·r, k, d)."""
+    """Add the scores of the best run of every trial and setting, by the code's distance; theta is (t, s, l·r, k, d)."""
     gap = torch.cdist(theta.double(), truth[:, :, None].double()).nan_to_num(nan=1e30, posinf=1e30)
     distance = gap.amin(-1).mean(-1)
     at = distance.argmin(-1, keepdim=True)
@@ -144,7 +151,7 @@ def _judge(
     labels = labels.take_along_dim(at[..., None], 2)[:, :, 0].cpu()
     m, k = labels.shape[2], gap.shape[2]
     groups = np.arange(m) // (m // k)
-    for t, settings in enumerate(told):
+    for t, settings in enumerate(results):
         for s, row in enumerate(settings):
             pairs = linear_sum_assignment(gap[t, s])
             row[f"success{name}"] = float(nearest[t, s] < limit[s])
@@ -153,7 +160,12 @@ def _judge(
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """One panel per column, one scaling per row: success against separation, or against the number of clients."""
+    """Draw success against separation or the number of clients, with a column per panel and a row per scaling.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     panels = list(dict.fromkeys(r["panel"] for r in result["rows"]))
     scalings = list(dict.fromkeys(r["scaling"] for r in result["rows"]))
     fig = plots.figure(3.3 * len(panels), 2.9 * len(scalings))

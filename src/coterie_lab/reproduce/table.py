@@ -1,4 +1,4 @@
-"""A table: methods down, data sets across, a mean and a deviation over seeds in every cell."""
+"""A table of methods and data sets, with the mean and standard deviation over seeds in every cell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from coterie_lab.reproduce.rounds import seeded
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
-    """Fit every method on every data set with every seed."""
+    """Train every method on every data set with every seed.
+
+    Args:
+        spec: Table of the experiment.
+        device: "auto", "cpu" or "cuda".
+        notebook: Stores the parts that are done.
+    """
     runs = []
     for column in spec["columns"]:
         for seed in spec["seeds"]:
@@ -64,7 +70,12 @@ def _one(spec: dict[str, Any], row: dict[str, Any], federation: Any, seed: int, 
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars for ours, marks for the paper's."""
+    """Draw our scores as bars, and the paper's as dashed lines.
+
+    Args:
+        result: The result of `run`.
+        path: The picture.
+    """
     data = list(dict.fromkeys(r["data"] for r in result["rows"]))
     methods = list(dict.fromkeys(r["method"] for r in result["rows"]))
     fig = plots.figure(3.1 * len(data), 3.6)

@@ -106,7 +106,7 @@ def _epochs(algorithm: UIFCA, state: State, pull: Tensor, cohort: Cohort) -> dic
 
 def epochs(algorithm: UIFCA, state: State, pull: Tensor, cohort: Cohort) -> Iterator[Params]:
     """The first restart's models after each of the τ communication rounds of a cluster iteration."""
-    theta = tree_map(lambda x: x.to(cohort.device), state.theta)
+    theta = state.theta
     for t in range(algorithm.tau):
         one = replace(algorithm, tau=1, lr=algorithm.lr * algorithm.decay**t)
         theta = one.averaged(theta, pull, state.sizes, cohort.at(t))

@@ -1,0 +1,85 @@
+"""A method in a package of its own, installed beside coterie: examples/fesem, which is also the tutorial."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from coterie.core.registry import known
+from coterie.testing import Skip, checks
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "fesem"
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory):
+    """A folder as pip leaves it: the module, and metadata with its entry point."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    (folder / "fesem.py").write_text((EXAMPLE / "fesem.py").read_text())
+    info = folder / "coterie_fesem-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: coterie-fesem\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[coterie.methods]\nfesem = fesem:FeSEM\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def coterie(installed):
+    """Runs the command line where the package is installed."""
+
+    def start(*args):
+        environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, "-m", "coterie", *map(str, args)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(*args):
+        process = start(*args)
+        out, err = process.communicate(timeout=180)
+        assert process.returncode == 0, err
+        return out
+
+    run.start = start
+    return run
+
+
+@pytest.fixture
+def fesem(installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
+    import fesem
+
+    return fesem.FeSEM(k=2, tau=3)
+
+
+def test_it_is_one_file_of_at_most_a_hundred_lines():
+    assert len((EXAMPLE / "fesem.py").read_text().splitlines()) <= 100
+    assert 'fesem = "fesem:FeSEM"' in (EXAMPLE / "pyproject.toml").read_text()
+
+
+def test_the_command_line_lists_it_and_runs_it_and_a_killed_run_goes_on(coterie, tmp_path):
+    assert "fesem" in json.loads(coterie("list", "--json"))["methods"]
+    config, out = EXAMPLE / "fesem.toml", tmp_path / "killed"
+    told = json.loads(coterie("run", config, "--out", tmp_path / "whole", "--json"))
+    assert told["ari"] == 1.0
+    process = coterie.start("run", config, "--out", out)
+    while process.poll() is None and not list(out.glob("checkpoints/*.safetensors")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    coterie("run", config, "--out", out, "--resume")
+    whole, parts = (load_file(folder / "final" / "models.safetensors") for folder in (tmp_path / "whole", out))
+    assert all((whole[name] == parts[name]).all() for name in whole)
+
+
+@pytest.mark.parametrize("name", [check.name for check in checks(known("method")["fedavg"]())])
+def test_it_conforms(fesem, name):
+    check = next(check for check in checks(fesem) if check.name == name)
+    try:
+        check.run()
+    except Skip as why:
+        pytest.skip(str(why))
