@@ -12,6 +12,7 @@ import coterie as ct
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import flat
+from coterie.core.train import Models
 from coterie.data.source import folder
 from coterie.engines import simulated
 from coterie.parts import disguise
@@ -258,7 +259,7 @@ def test_a_leaf_of_which_nothing_is_heard_is_not_taken_for_perfect():
     for t in range(20):
         here = (algorithm.labels(state) == 0).nonzero().flatten() if t > 14 else torch.arange(20)
         state, _ = algorithm.round(state, cohort.only(here).at(t))
-    assert len(state.leaves) == 2 and bool(torch.isinf(state.best[1])) and int(state.still[1]) == 0
+    assert len(state.leaves) == 2 and bool(torch.isinf(state.progress.best[1])) and int(state.progress.still[1]) == 0
 
 
 # --- privacy ----------------------------------------------------------------------------------------------------------
@@ -272,8 +273,8 @@ def test_a_disguise_changes_nothing_but_what_the_server_sees(privacy):
     assert (plain.labels == hidden.labels).all() and len(plain.models) == 2
     for a, b in zip(plain.models, hidden.models, strict=True):
         assert all(torch.allclose(a[n], b[n], atol=1e-3) for n in a)
-    seen = [hidden.state.updates, flat(hidden.state.theta), *(n.updates for n in hidden.state.tree.values())]
-    clear = [*plain.state.updates, *flat(plain.algorithm.models(plain.state))]
+    seen = [hidden.state.reports.updates, flat(hidden.state.theta), *(n.updates for n in hidden.state.tree.values())]
+    clear = [*plain.state.reports.updates, *flat(plain.algorithm.models(plain.state))]
     for rows in seen:
         for row in rows:
             assert not any(torch.allclose(row[: len(c)], c, atol=1e-4) for c in clear)
@@ -299,7 +300,7 @@ def test_nothing_is_drawn_inside_vmap(settings, tmp_path, caplog):
 def test_for_a_place_in_the_tree_a_client_sends_only_what_is_compared():
     algorithm, cohort = ct.CFL(sketch=50), cohort_of(permuted())
     state = algorithm.start(digits_task, cohort.at(0), Key.of(0))
-    sent = {"theta": state.theta, "lr": torch.full((1,), 0.1), "label": torch.zeros(1, dtype=torch.long)}
+    sent = Models(state.theta, torch.tensor(0.1), label=torch.zeros(1, dtype=torch.long))
     reply = cohort.gather(algorithm.probe, sent, rows=torch.zeros(20, dtype=torch.long))
     assert reply.update == () and reply.note["vector"].shape == (20, 50)
 

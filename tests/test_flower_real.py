@@ -18,10 +18,11 @@ from coterie.runs.folder import read_events, read_history, read_result
 pytestmark = pytest.mark.flower
 
 DIGITS = '[task]\nkind = "classifier"\nmodel = { name = "mlp", sizes = [64, 16, 10] }\n'
+TWICE = "[run]\nrounds = 2\nevaluations = 1\n"  # and scored once
 CONFIGS = {
     "fedavg": f'{DIGITS}[algorithm]\nname = "fedavg"\ntau = 5\n[run]\nrounds = 1\n',
-    "ifca": f'{DIGITS}[algorithm]\nname = "ifca"\nk = 4\ntau = 20\nlr = 0.5\ninit = "random"\n[run]\nrounds = 2\nevaluations = 1\n',
-    "cfl": f'{DIGITS}[algorithm]\nname = "cfl"\ntau = 20\nlr = 0.3\nschedule = [1]\nholdout = 0.0\n[run]\nrounds = 2\nevaluations = 1\n',
+    "ifca": f'{DIGITS}[algorithm]\nname = "ifca"\nk = 4\ntau = 20\nlr = 0.5\ninit = "random"\n{TWICE}',
+    "cfl": f'{DIGITS}[algorithm]\nname = "cfl"\ntau = 20\nlr = 0.3\nschedule = [1]\nholdout = 0.0\n{TWICE}',
     "mixed_regression": """
         [task]
         kind = "regressor"

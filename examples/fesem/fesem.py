@@ -8,12 +8,29 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from coterie.core import (
-    Cohort, Key, Models, Needs, Params, Report, Task, Train,
-    client_step, flat, put_rows, register, setting, slot_mean, slot_sum, stack, take, unflat,
-)  # fmt: skip
-from coterie.parts import Choosing, LocalTraining, kmeans
 from torch import Tensor
+
+from coterie.core import (
+    Cohort,
+    Key,
+    Models,
+    Needs,
+    Params,
+    Report,
+    Task,
+    Train,
+    client_step,
+    flat,
+    put_rows,
+    register,
+    setting,
+    slot_mean,
+    slot_sum,
+    stack,
+    take,
+    unflat,
+)
+from coterie.parts import Choosing, LocalTraining, kmeans
 
 
 class State(NamedTuple):

@@ -36,6 +36,7 @@ from coterie.runs.fit import fit
 from coterie.secure import SecureSum
 
 ROUNDS = 3
+ALIKE = tuple(name for name in ENGINES if name != "sharded")  # which in one process is the vectorised engine
 CLOSE = 1e-5  # how far engines may be apart after so few rounds
 
 
@@ -101,6 +102,18 @@ def checks(method: Method, problem: Problem | None = None) -> list[Check]:
     return [Check(name, lambda check=check: check(method, given)) for name, check in _CHECKS.items()]
 
 
+def small(cls: type[Method], **settings: Any) -> Method:
+    """A method of a class with little to do: few clusters and steps, and what the class declares as `quick`.
+
+    Args:
+        cls: The class of the method.
+        settings: Others; those that the class does not have are left out.
+    """
+    fields = {f.name for f in dataclasses.fields(cls)}
+    wanted = {"k": 3, "tau": 3, "lr": 0.1, **cls.quick, **settings}
+    return cls(**{name: value for name, value in wanted.items() if name in fields})
+
+
 def problem_for(method: Method) -> Problem:
     """A task and clients of very unequal sizes that suit what a method needs."""
     from coterie import models
@@ -134,9 +147,7 @@ def regressions() -> Federation:
     """Forty clients of very unequal size in three mixed regressions."""
     from coterie.data import mixed_regression
 
-    return mixed_regression(
-        k=3, d=4, seed=1, anchors=6, anchor_rows=40, pairs=14, rest=20, rest_rows=(1, 3, 6, 11)
-    )
+    return mixed_regression(k=3, d=4, seed=1, anchors=6, anchor_rows=40, pairs=14, rest=20, rest_rows=(1, 3, 6, 11))
 
 
 def points() -> Federation:
@@ -195,11 +206,11 @@ def _shapes(method: Method, problem: Problem) -> None:
     clusters = len(method.members(state))
     assert int(labels.max()) < clusters, f"a label is {int(labels.max())}, but there are {clusters} clusters"
     placed = method.place(state, cohort)
-    assert placed.shape == (m,) and 0 <= int(placed.min()) and int(placed.max()) < clusters, "place gives clusters"
+    assert placed.shape == (m,) and int(placed.min()) >= 0 and int(placed.max()) < clusters, "place gives clusters"
 
 
 def _engines_agree(method: Method, problem: Problem) -> None:
-    states = {name: run_rounds(method, _cohort(problem, name))[0] for name in ENGINES}
+    states = {name: run_rounds(method, _cohort(problem, name))[0] for name in ALIKE}
     for name, other in states.items():
         try:
             assert_same(states["sequential"], other, CLOSE)
@@ -221,12 +232,13 @@ def _same_key_same_result(method: Method, problem: Problem) -> None:
 
 
 def _stop_and_resume(method: Method, problem: Problem) -> None:
-    for executor in ENGINES:
+    for executor in ALIKE:
         with tempfile.TemporaryDirectory() as folder:
 
             def go(rounds: int, name: str, resume: bool = False, executor: str = executor, at: str = folder) -> Any:
                 out = Path(at) / name
-                return fit(method, *problem, rounds=rounds, seed=3, executor=executor, out=out, resume=resume)
+                options: Any = {"executor": executor, "out": out, "resume": resume, "evaluations": 1}
+                return fit(method, *problem, rounds=rounds, seed=3, **options)
 
             whole, _, parts = go(6, "whole"), go(3, "parts"), go(6, "parts", resume=True)
         assert_same(whole.state, parts.state)
@@ -238,7 +250,7 @@ def _renumbering_clients_renumbers_labels(method: Method, problem: Problem) -> N
     task, federation = problem
     federation = dataclasses.replace(federation, ids=tuple(f"site-{i}" for i in range(len(federation))))
     order = torch.randperm(len(federation), generator=torch.Generator().manual_seed(5))
-    plain, moved = (fit(method, task, each, rounds=4) for each in (federation, federation.select(order)))
+    plain, moved = (fit(method, task, x, rounds=4, evaluations=1) for x in (federation, federation.select(order)))
     a, b = plain.labels[order.numpy()], moved.labels
     pairs = set(zip(a.tolist(), b.tolist(), strict=True))
     assert len(pairs) == len(set(a)) == len(set(b)), "other clients are together"
@@ -246,7 +258,7 @@ def _renumbering_clients_renumbers_labels(method: Method, problem: Problem) -> N
 
 
 def _an_empty_cluster_keeps_its_model(method: Method, problem: Problem) -> None:
-    """With a fifth of the clients there are too few to fill all clusters, so that models must come through untouched."""
+    """With a fifth of the clients there are too few to fill all clusters: some models must come through untouched."""
     if method.needs.points:
         raise Skip("the points of every client may be of all clusters")
     fields = {f.name for f in dataclasses.fields(method)}
@@ -265,7 +277,7 @@ def _an_empty_cluster_keeps_its_model(method: Method, problem: Problem) -> None:
 
 def _assign_of_a_training_client_is_its_label(method: Method, problem: Problem) -> None:
     task, federation = problem
-    run = fit(method, task, federation, rounds=8)
+    run = fit(method, task, federation, rounds=8, evaluations=1)
     for i in range(len(federation)):
         x, y = federation.train.client(i)
         assigned, label = run.assign(x, y), run.labels[i]
@@ -291,7 +303,7 @@ def _secure_sum(method: Method, problem: Problem) -> None:
     if "init" in fields and fields["init"].default in ("farthest_first", "mixed"):
         method = dataclasses.replace(method, init="random")  # the default asks single clients for their models
     try:
-        fit(method, *problem, rounds=2, secure=SecureSum())
+        fit(method, *problem, rounds=2, secure=SecureSum(), evaluations=1)
     except ValueError as error:
         assert str(error).startswith("secure sum:"), str(error)
         assert method.needs.gather, f"declare needs = Needs(gather=True): {error}"

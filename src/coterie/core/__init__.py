@@ -36,10 +36,6 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "ClientStep", "Cohort", "Data", "Descend", "Gradient", "Key", "Local", "Method", "Models", "Needs", "Params", "PointMethod", "Reply", "Report", "Rows", "Sums", "Task", "Train", "client_step", "flat", "mean_loss", "nearest", "pick", "put_rows", "register", "setting", "slot_mean", "slot_sum", "stack", "take", "tree_map", "unflat",
-]  # fmt: skip
-
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for, and not before: torch loads for seconds, and a node's thin ClientApp does without."""

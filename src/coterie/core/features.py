@@ -1,7 +1,7 @@
 """Models that are linear in their parameters: f(x) = ⟨φ(x), θ⟩, whatever φ is.
 
-φ(x) is the gradient of the output with respect to the parameters, so it need not be told: any module whose output is
-linear in its parameters has one. For `models.Linear` it is the row itself, and a 1 for the bias.
+φ(x) is the gradient of the output with respect to the parameters, so it needs no description: any module whose output
+is linear in its parameters has one. For `models.Linear` it is the row itself, and a 1 for the bias.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class Federation:
         def apply(part: Packed) -> Packed:
             return Packed.of([change(i, *part.client(i)) for i in range(len(self))])
 
-        told = {**self.source, **source} if self.source else {}
-        return replace(self, train=apply(self.train), test=self.test and apply(self.test), source=told)
+        described = {**self.source, **source} if self.source else {}
+        return replace(self, train=apply(self.train), test=self.test and apply(self.test), source=described)
 
     def check(self, task: Task) -> None:
         """Refuse data that the task's model cannot take, naming the first client at fault."""

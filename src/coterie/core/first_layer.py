@@ -1,6 +1,6 @@
 """A model taken apart after its first layer, where that layer is linear.
 
-Full-batch training of such a model needs no copy of the first weight matrix per client: `executors.fused` says why.
+Full-batch training of such a model needs no copy of the first weight matrix per client: see `coterie.engines.fused`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Given(nn.Module):
 def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> FirstLinear | None:
     """Split a module after its first layer; None if that is not a linear map of the flattened rows alone.
 
-    It is told by behaviour, not by type: the layer must see exactly the flattened rows, whatever they hold, and the
-    output must depend on them through that layer only.
+    It is recognised by behaviour, not by type: the layer must see exactly the flattened rows, whatever they hold, and
+    the output must depend on them through that layer only.
 
     Args:
         module: The model, with real parameters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -57,6 +58,7 @@ class Method(ABC):
     """
 
     needs: ClassVar[Needs] = Needs()
+    quick: ClassVar[Mapping[str, Any]] = {}  # settings with which it does little work, for the conformance suite
 
     @abstractmethod
     def start(self, task: Task, cohort: Cohort, key: Key) -> Any:
@@ -72,7 +74,7 @@ class Method(ABC):
 
     @abstractmethod
     def labels(self, state: Any) -> Tensor:
-        """Every client's cluster as the server knows it (m,); -1 for a client not heard of yet."""
+        """Every client's cluster as the server knows it (m,); -1 for a client that has not taken part yet."""
 
     @abstractmethod
     def place(self, state: Any, cohort: Cohort) -> Tensor:

@@ -1,4 +1,4 @@
-"""Full-batch descent of many clients at once, from z = XWᵀ + b on; `executors.fused` tells why that is enough.
+"""Full-batch descent of many clients at once, from z = XWᵀ + b on; `coterie.engines.fused` says why that is enough.
 
 Throughout, c is the clients of a chunk, r the starts that run side by side, b all c·r of them.
 """

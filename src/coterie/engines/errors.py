@@ -1,4 +1,4 @@
-"""An error inside a client step, told with everything that helps to find it."""
+"""An error inside a client step, reported with everything that helps to find it."""
 
 from __future__ import annotations
 

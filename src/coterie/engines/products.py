@@ -32,7 +32,7 @@ class Factor(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, *, split: bool | None = None) -> Factor:
-        """The factor; it is split on a GPU, or as told."""
+        """The factor; it is split on a GPU, or where `split` says so."""
         return cls(x, *(_parts(x) if (x.is_cuda if split is None else split) else (None, None)))
 
     def times(self, other: Tensor, plus: Tensor | None = None) -> Tensor:

@@ -105,9 +105,9 @@ def _interrupts_held() -> Iterator[None]:
 def tell(*numbers: int) -> list[tuple[int, ...]]:
     """What every rank tells, by rank."""
     own = torch.tensor(numbers)
-    told = [torch.empty_like(own) for _ in range(world())]
-    dist.all_gather(told, own)
-    return list(zip(*torch.stack(told, 1).tolist(), strict=True))
+    gathered = [torch.empty_like(own) for _ in range(world())]
+    dist.all_gather(gathered, own)
+    return list(zip(*torch.stack(gathered, 1).tolist(), strict=True))
 
 
 def total(tree: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Several processes, each with a share of the clients: as many cores, GPUs or machines as torchrun was told to use.
+"""Several processes, each with a share of the clients: as many cores, GPUs or machines as torchrun was started with.
 
     torchrun --nproc-per-node 4 -m coterie run config.toml
 

@@ -32,8 +32,8 @@ def free_memory(device: torch.device) -> int:
 
 def _available() -> int:
     """What the machine can still give: Linux tells it; elsewhere half of all memory is a fair guess."""
-    told = Path("/proc/meminfo")
-    for line in told.read_text().splitlines() if told.exists() else ():
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -112,7 +112,7 @@ class Store:
             clients: For whom.
             size: How many bytes it will take.
             make: Makes it.
-            log: Is told once if there is no more room.
+            log: Where a message goes, once, if there is no more room.
         """
         key = name, clients.numpy().tobytes()
         if key not in self._kept:

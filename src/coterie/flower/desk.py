@@ -27,12 +27,12 @@ class Desk:
         self._claims: dict[int, Site] = {}  # who each node says it is, until it is in the roster or turned away
         self._rounds = 0
         self._away: dict[int, int] = {}  # the round in which a node was turned away
-        self._told: dict[int, set[str]] = {}  # what the log has about a node
+        self._logged: dict[int, set[str]] = {}  # what the log has about a node
 
     def strangers(self, online: Collection[int], known: Collection[int]) -> list[int]:
         """The nodes that are to be asked in this round who they are. Those that have gone are forgotten."""
         self._rounds += 1
-        for table in (self._claims, self._away, self._told):
+        for table in (self._claims, self._away, self._logged):
             for node in table.keys() - online:
                 del table[node]
         return sorted(n for n in set(online) - set(known) - self._claims.keys() if self._may_be_asked(n))
@@ -56,9 +56,9 @@ class Desk:
 
     def is_news(self, node: int, message: str) -> bool:
         """Whether the log does not have this yet about a node."""
-        told = self._told.setdefault(node, set())
-        new = message not in told
-        told.add(message)
+        logged = self._logged.setdefault(node, set())
+        new = message not in logged
+        logged.add(message)
         return new
 
     def _may_be_asked(self, node: int) -> bool:

@@ -152,7 +152,7 @@ class FlowerEngine(Engine):
                 "task": self._task,
                 "uplink": self._uplink,
                 "clients": self.roster.place[clients].tolist(),
-                "mark": self.roster.told[site].mark,
+                "mark": self.roster.entries[site].mark,
                 "slots": exchange.slots,
                 "part": exchange.part,
                 "when": json.dumps(exchange.when),

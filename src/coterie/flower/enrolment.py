@@ -25,27 +25,27 @@ def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups
     Raises:
         TooFew: They have not come, or not answered, in time; says what each said.
     """
-    told, faults = ask_sites(grid, task, wait_for(grid, nodes, deadline), deadline, groups=groups)
-    if len(told) < nodes:
+    enrolled, faults = ask_sites(grid, task, wait_for(grid, nodes, deadline), deadline, groups=groups)
+    if len(enrolled) < nodes:
         said = "; ".join(f"node {node}: {why}" for node, why in faults.items())
-        raise TooFew(f"flower: {len(told)} of {nodes} nodes could enrol. {said}")
-    return Roster.of(list(told.items()))
+        raise TooFew(f"flower: {len(enrolled)} of {nodes} nodes could enrol. {said}")
+    return Roster.of(list(enrolled.items()))
 
 
 def ask_sites(
     grid: Grid, task: Task, nodes: Sequence[int], deadline: float, *, groups: bool
 ) -> tuple[dict[int, Site], dict[int, str]]:
-    """Ask nodes who their clients are: what each told, and why others did not. Each is judged by itself."""
+    """Ask nodes who their clients are: what each answered, and why others did not. Each is judged by itself."""
     content = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": groups})})
-    told, faults = dict[int, Site](), dict[int, str]()
+    enrolled, faults = dict[int, Site](), dict[int, str]()
     for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in nodes}, deadline).items():
         try:
             site = _site(message)
             site.check(task)
-            told[node] = site
+            enrolled[node] = site
         except (ValueError, RuntimeError) as error:  # torch raises the second where it can get no memory
             faults[node] = brief(str(error))
-    return told, faults
+    return enrolled, faults
 
 
 def _site(message: Message | None) -> Site:

@@ -1,7 +1,7 @@
 """A Flower federation on this machine: a SuperLink with a database, some SuperNodes, TLS, and a key for every node.
 
 `python -m coterie.flower.lab FOLDER` is the supervisor: it starts the processes of a folder that `prepare` has made,
-starts again those that end, and ends them all when it is told to. It stops only what it started.
+starts again those that end, and ends them all on request. It stops only what it started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = "coterie"  # of the SuperLink in Flower's configuration
 PAUSE = 5.0  # seconds before a process that has ended is started again: a node is refused while it is thought online
 GRACE = 10.0  # seconds that a process is given to end by itself
 PATIENCE = 120.0  # seconds that nodes have to come online, and Flower's own command to answer
-SURROUNDINGS = {  # nothing is told to anybody, nothing is installed, nobody waits
+SURROUNDINGS = {  # no telemetry, no installs, no waiting
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -137,10 +137,10 @@ class Lab:
         for name in self.settings["nodes"]:
             if name not in known:
                 key = self.folder / "keys" / f"{name}.pub"
-                told = self.flwr("supernode", "register", str(key), NAME, "--name", name)
-                if not told["success"]:
-                    raise ValueError(f"the SuperLink refused the key of {name}: {told['error-message']}")
-                known[name] = str(told["node-id"])
+                answer = self.flwr("supernode", "register", str(key), NAME, "--name", name)
+                if not answer["success"]:
+                    raise ValueError(f"the SuperLink refused the key of {name}: {answer['error-message']}")
+                known[name] = str(answer["node-id"])
                 write_text(path, json.dumps(known) + "\n")
         return known
 
@@ -150,10 +150,10 @@ class Lab:
         if not path.exists():
             return []
         known = json.loads(path.read_text(encoding="utf-8"))
-        told = self.flwr("supernode", "list", NAME)
-        if not told["success"]:
+        answer = self.flwr("supernode", "list", NAME)
+        if not answer["success"]:
             return []
-        online = {n["node-id"] for n in told["nodes"] if n["status"] == "online"}
+        online = {n["node-id"] for n in answer["nodes"] if n["status"] == "online"}
         return [name for name, number in known.items() if number in online]
 
     def flwr(self, *args: str) -> dict[str, Any]:
@@ -173,8 +173,8 @@ class Lab:
         path = self.folder / "state.json"
         if not path.exists():
             return {}
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return told["processes"] if _is_supervisor(told["supervisor"], self.folder) else {}
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return state["processes"] if _is_supervisor(state["supervisor"], self.folder) else {}
 
     def wait(self, tell: Callable[[int], None] = lambda online: None) -> None:
         """Until all nodes are online, telling how many are.
@@ -203,10 +203,10 @@ class Lab:
         """End the supervisor, and with it all that it started; False where none was running."""
         if not self.processes():
             return False
-        told = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
-        os.kill(told["supervisor"], signal.SIGTERM)
+        state = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+        os.kill(state["supervisor"], signal.SIGTERM)
         end = time.monotonic() + 2 * GRACE
-        while _is_supervisor(told["supervisor"], self.folder) and time.monotonic() < end:
+        while _is_supervisor(state["supervisor"], self.folder) and time.monotonic() < end:
             time.sleep(0.1)
         return True
 
@@ -263,7 +263,7 @@ class Service:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, how)
 
-    def told(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """For the state file."""
         return {"pid": self.process.pid if self.process else None, "starts": self.starts}
 
@@ -288,8 +288,9 @@ def _supervise(lab: Lab) -> None:
                 nodes = _registered(lab)
             own = [s for name, s in services.items() if name == LINK or name.endswith(WORKER) or name in nodes]
             if any([service.keep(time.monotonic()) for service in own]):  # of all: any() alone would stop at the first
-                told = {name: service.told() for name, service in services.items()}
-                write_text(lab.folder / "state.json", json.dumps({"supervisor": os.getpid(), "processes": told}) + "\n")
+                described = {name: service.described() for name, service in services.items()}
+                state = {"supervisor": os.getpid(), "processes": described}
+                write_text(lab.folder / "state.json", json.dumps(state) + "\n")
             time.sleep(0.2)
     finally:
         _end(list(services.values()))

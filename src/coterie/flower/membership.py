@@ -61,10 +61,10 @@ class FlowerMembership(Membership):
         before, online = self.nodes.roster, set(self.nodes.grid.get_node_ids())
         strangers = self._desk.strangers(online, before.nodes)
         known = before.federation.groups is not None  # new sites tell their true groups if the others have
-        told, faults = ask_sites(self.nodes.grid, self.nodes.task, strangers, self.nodes.deadline, groups=known)
+        enrolled, faults = ask_sites(self.nodes.grid, self.nodes.task, strangers, self.nodes.deadline, groups=known)
         for node, why in faults.items():
             self._turn_away(node, f"node {node} cannot take part: {why}")
-        for node, site in told.items():
+        for node, site in enrolled.items():
             self._desk.claim(node, site)
         for node, site in self._desk.claims():
             if site.name in self.nodes.roster.sites:

@@ -34,13 +34,13 @@ class Moment(NamedTuple):
     after: tuple[int, str] | None = None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Moment:
+    def of(cls, fields: Mapping[str, Any]) -> Moment:
         """The moment that a message's words tell of."""
-        after = json.loads(str(told["after"]))
+        after = json.loads(str(fields["after"]))
         return cls(
-            run=str(told["run"]),
-            unit=int(told["unit"]),
-            attempt=str(told["attempt"]),
+            run=str(fields["run"]),
+            unit=int(fields["unit"]),
+            attempt=str(fields["attempt"]),
             after=None if after is None else (int(after[0]), str(after[1])),
         )
 

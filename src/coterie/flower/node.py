@@ -45,9 +45,9 @@ class Node:
 
     def enrol(self, content: RecordDict) -> RecordDict:
         """Say who the clients are, and how many rows each has."""
-        told = _words(content, "task")
-        self.federation.check(_task(str(told["task"])))
-        known = self.federation if told.get("groups", True) else dataclasses.replace(self.federation, groups=None)
+        fields = _words(content, "task")
+        self.federation.check(_task(str(fields["task"])))
+        known = self.federation if fields.get("groups", True) else dataclasses.replace(self.federation, groups=None)
         site = Site.of(self.site, known)
         return RecordDict({"site": ConfigRecord({"site": json.dumps(site.to_plain())})})
 
@@ -62,33 +62,33 @@ class Node:
         A message of a secure sum is answered with nothing but what that says, whatever its category.
         """
         if secure.SECURE in content:
-            told = _words(content, secure.SECURE)
-            return secure.answer(self.memory, told, content, lambda: self._secret_step(content))
+            fields = _words(content, secure.SECURE)
+            return secure.answer(self.memory, fields, content, lambda: self._secret_step(content))
         reply = RecordDict()
         put_tree(reply, "answer", self._step(category, content))
         return reply
 
     def _secret_step(self, content: RecordDict) -> tuple[Reply, Mapping[str, Secrecy]]:
         """The replies of the clients, which stay here, and what the server may get of their notes."""
-        told = _words(content, "step")
-        secrecy = derived(rebuild_step(told), _task(str(told["task"]))).secrecy
+        fields = _words(content, "step")
+        secrecy = derived(rebuild_step(fields), _task(str(fields["task"]))).secrecy
         return Reply(**self._step("query", content)), secrecy
 
     def _step(self, category: str, content: RecordDict) -> dict[str, Any]:
-        told = _words(content, "step")
-        if told.get("mark") != mark(self.federation.ids or ()):
+        fields = _words(content, "step")
+        if fields.get("mark") != mark(self.federation.ids or ()):
             raise ValueError(f"site '{self.site}' has other clients now than when it enrolled")
-        step = rebuild_step(told)
+        step = rebuild_step(fields)
         types = types_of(step)
         message = get_tree(content, "message", types)
         rows = get_tree(content, "rows", {}) if "rows" in content else None
-        moment = Moment.of(told)
-        cohort = self._cohort(told)
+        moment = Moment.of(fields)
+        cohort = self._cohort(fields)
         self._recall(cohort.ledger, moment, types)
         if "choose" in content:
-            rows = _chosen(cohort, _words(content, "choose"), message, int(told["slots"]))
+            rows = _chosen(cohort, _words(content, "choose"), message, int(fields["slots"]))
         memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
-        answer = _run(category, cohort, step, message, int(told["slots"]), rows)
+        answer = _run(category, cohort, step, message, int(fields["slots"]), rows)
         if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
             self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
         if len(cohort.ledger.chunks) > chunks:
@@ -102,18 +102,18 @@ class Node:
         ledger.memory = {i: before[name] for i, name in names.items() if name in before}
         ledger.chunks = self.memory.load_chunks(moment.run)
 
-    def _cohort(self, told: dict[str, Any]) -> Cohort:
+    def _cohort(self, fields: dict[str, Any]) -> Cohort:
         """The clients that are asked for, at the moment of the server: their draws are the simulator's."""
-        key = Key(tuple(int(i) for i in json.loads(str(told["key"]))))
-        when = [int(i) for i in json.loads(str(told["when"]))]
-        uplink, precision = rebuild_uplink(str(told.get("uplink", "[]"))), str(told["precision"])
-        task = _task(str(told["task"]))
+        key = Key(tuple(int(i) for i in json.loads(str(fields["key"]))))
+        when = [int(i) for i in json.loads(str(fields["when"]))]
+        uplink, precision = rebuild_uplink(str(fields.get("uplink", "[]"))), str(fields["precision"])
+        task = _task(str(fields["task"]))
         cohort = simulated(self.federation, task, key, device=self.device, uplink=uplink, precision=precision)
-        some = torch.tensor([int(i) for i in told["clients"]])
+        some = torch.tensor([int(i) for i in fields["clients"]])
         if not len(some) or int(some.min()) < 0 or int(some.max()) >= len(self.federation):
             raise ValueError(f"site '{self.site}' has {len(self.federation)} clients, others were asked for")
         everybody = torch.equal(some, torch.arange(len(self.federation)))
-        cohort = cohort.fold(*when).on("test" if told["part"] == "test" else "train")
+        cohort = cohort.fold(*when).on("test" if fields["part"] == "test" else "train")
         return cohort if everybody else cohort.only(some)
 
 
@@ -133,10 +133,10 @@ def _run(category: str, cohort: Cohort, step: Step, message: Any, slots: int, ro
     return {"update": reply.update, "weight": reply.weight, "slot": reply.slot, "note": reply.note}
 
 
-def _chosen(cohort: Cohort, told: dict[str, Any], message: Any, slots: int) -> torch.Tensor:
+def _chosen(cohort: Cohort, fields: dict[str, Any], message: Any, slots: int) -> torch.Tensor:
     """The row of what was sent that every client takes, as it finds on its own."""
-    rows = "test" if told["on"] == "test" else "train"
-    return cohort.on(rows).gather(rebuild_step(told), message.theta, slots=slots).slot
+    rows = "test" if fields["on"] == "test" else "train"
+    return cohort.on(rows).gather(rebuild_step(fields), message.theta, slots=slots).slot
 
 
 def _words(content: RecordDict, name: str) -> dict[str, Any]:

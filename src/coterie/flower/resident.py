@@ -37,7 +37,7 @@ def ask(folder: Path, kind: str, content: RecordDict, context: Context, file: Pa
         NoWorker: It is not there.
         ValueError: It could not answer; says why.
     """
-    told: dict[str, Any] = {
+    request: dict[str, Any] = {
         "kind": kind,
         "file": str(file),
         "run_id": context.run_id,
@@ -46,7 +46,7 @@ def ask(folder: Path, kind: str, content: RecordDict, context: Context, file: Pa
         "run_config": dict(context.run_config),
     }
     with _connected(folder) as connection:
-        connection.send_bytes(json.dumps(told).encode())
+        connection.send_bytes(json.dumps(request).encode())
         connection.send_bytes(to_bytes(content))
         fault = connection.recv_bytes().decode()
         if fault:
@@ -72,7 +72,7 @@ def from_bytes(content: bytes) -> RecordDict:
 
 def _connected(folder: Path) -> Any:
     try:
-        told = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
-        return Client(("127.0.0.1", told["port"]), authkey=bytes.fromhex(told["token"]))
+        address = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+        return Client(("127.0.0.1", address["port"]), authkey=bytes.fromhex(address["token"]))
     except (OSError, ValueError, KeyError, EOFError, AuthenticationError) as error:
         raise NoWorker(str(error)) from error

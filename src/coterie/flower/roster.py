@@ -51,7 +51,7 @@ class Rows:
 
     @classmethod
     def of(cls, packed: Packed) -> Rows:
-        """What is told about these rows."""
+        """The description of these rows."""
         x, y = packed.x, packed.y
         labels = not y.is_floating_point() and y.dim() == 1 and len(y) > 0 and bool((y >= 0).all())
         kinds = (str(values.dtype).removeprefix("torch.") for values in (x, y))
@@ -182,7 +182,7 @@ class Roster:
     """All clients of all nodes. It never changes: `returned`, `joined` and `first` make another one.
 
     Attributes:
-        told: What the sites told, in their order: that of their names, then those that joined later.
+        entries: What every site has reported about itself, in the order of their names; then those that joined later.
         nodes: Flower's number of each site's node, `AWAY` where there is none.
         federation: The clients' names, sizes and groups, with rows that say nothing: every one is the same, and every
             target is the largest label. They take no memory.
@@ -190,29 +190,29 @@ class Roster:
         place: The position of each client at its site (m,).
     """
 
-    told: tuple[Site, ...]
+    entries: tuple[Site, ...]
     nodes: tuple[int, ...]
     federation: Federation
     site: Tensor
     place: Tensor
 
     @classmethod
-    def of(cls, told: Sequence[tuple[int, Site]]) -> Roster:
-        """The table of what nodes told, in the order of the sites' names.
+    def of(cls, entries: Sequence[tuple[int, Site]]) -> Roster:
+        """The table of what nodes have reported, in the order of the sites' names.
 
         Raises:
             ValueError: Two sites, or two clients, have one name, or rows differ in kind.
         """
-        return cls.listed(sorted(told, key=lambda each: each[1].name))
+        return cls.listed(sorted(entries, key=lambda each: each[1].name))
 
     @classmethod
-    def listed(cls, told: Sequence[tuple[int, Site]]) -> Roster:
-        """The table of what nodes told, in this order.
+    def listed(cls, entries: Sequence[tuple[int, Site]]) -> Roster:
+        """The table of what nodes have reported, in this order.
 
         Raises:
             ValueError: As for `of`.
         """
-        sites = [site for _, site in told]
+        sites = [site for _, site in entries]
         for what, names in (("sites", [s.name for s in sites]), ("clients", [c for s in sites for c in s.clients])):
             name, count = Counter(names).most_common(1)[0] if names else ("", 0)
             if count > 1:
@@ -232,12 +232,12 @@ class Roster:
         counts = torch.tensor([len(s.clients) for s in sites])
         place = torch.cat([torch.arange(int(n)) for n in counts])
         site = torch.arange(len(sites)).repeat_interleave(counts)
-        return cls(tuple(sites), tuple(node for node, _ in told), federation, site, place)
+        return cls(tuple(sites), tuple(node for node, _ in entries), federation, site, place)
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The names of the sites."""
-        return tuple(site.name for site in self.told)
+        return tuple(site.name for site in self.entries)
 
     def returned(self, node: int, site: Site) -> Roster:
         """The table once a known site is back, on a node with this number.
@@ -246,9 +246,9 @@ class Roster:
             ValueError: Its clients are others than before, or their rows of another kind.
         """
         at = self.sites.index(site.name)
-        if why := _changed(self.told[at], site):
+        if why := _changed(self.entries[at], site):
             raise ValueError(why)
-        both = list(zip(self.nodes, self.told, strict=True))
+        both = list(zip(self.nodes, self.entries, strict=True))
         return Roster.listed([*both[:at], (node, site), *both[at + 1 :]])
 
     def joined(self, node: int, site: Site) -> Roster:
@@ -257,7 +257,7 @@ class Roster:
         Raises:
             ValueError: As for `of`.
         """
-        return Roster.listed([*zip(self.nodes, self.told, strict=True), (node, site)])
+        return Roster.listed([*zip(self.nodes, self.entries, strict=True), (node, site)])
 
     def first(self, clients: int) -> Roster:
         """The table as it was when it had so many clients.
@@ -265,15 +265,15 @@ class Roster:
         Raises:
             ValueError: It never had.
         """
-        ends = list(accumulate(len(site.clients) for site in self.told))
+        ends = list(accumulate(len(site.clients) for site in self.entries))
         if clients not in ends:
             raise ValueError(f"the run was made with {clients} clients, which are not the first of these {ends[-1]}")
         count = ends.index(clients) + 1
-        return Roster.listed(list(zip(self.nodes[:count], self.told, strict=False)))
+        return Roster.listed(list(zip(self.nodes[:count], self.entries, strict=False)))
 
     def to_plain(self) -> dict[str, Any]:
-        """What the sites told, and Flower's numbers of their nodes, as a table for JSON."""
-        return {"nodes": list(self.nodes), "sites": [site.to_plain() for site in self.told]}
+        """What the sites have reported, and Flower's numbers of their nodes, as a table for JSON."""
+        return {"nodes": list(self.nodes), "sites": [site.to_plain() for site in self.entries]}
 
     @classmethod
     def from_plain(cls, table: Any) -> Roster:

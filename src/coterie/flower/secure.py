@@ -30,21 +30,21 @@ FORM = ("update", "weight", "slot", "note")
 log = logging.getLogger("coterie")
 
 
-def answer(memory: Memory, told: Mapping[str, Any], content: RecordDict, work: Work) -> RecordDict:
+def answer(memory: Memory, fields: Mapping[str, Any], content: RecordDict, work: Work) -> RecordDict:
     """Answer one exchange of a session.
 
     Args:
         memory: Where the node keeps things.
-        told: The message's words about the session.
+        fields: The fields of the message about the session.
         content: All of the message.
         work: Runs the step that the message names on the node's clients; needed in one exchange only.
 
     Raises:
         ValueError: It is not this exchange's turn, or the terms protect nobody.
     """
-    run, exchange = str(told["run"]), str(told["exchange"])
-    memory.drop_stale_sessions(time.time(), but=str(told["session"]))
-    seat = _invited(told) if exchange == EXCHANGES[0] else _seat(memory, told)
+    run, exchange = str(fields["run"]), str(fields["exchange"])
+    memory.drop_stale_sessions(time.time(), but=str(fields["session"]))
+    seat = _invited(fields) if exchange == EXCHANGES[0] else _seat(memory, fields)
     reply = RecordDict()
     put_payload(reply, _answer(seat, content, work, reply))
     if exchange != EXCHANGES[-1]:
@@ -125,34 +125,34 @@ class Seat(NamedTuple):
         return cls(**{**plain, "client": Client.from_plain(plain["client"])})
 
 
-def _invited(told: Mapping[str, Any]) -> Seat:
+def _invited(fields: Mapping[str, Any]) -> Seat:
     """A new session. Its secrets come from the system, not from the run's key, which the server knows."""
-    terms = Terms(*(int(told[name]) for name in ("invited", "needed", "min_members", "slots")), who="nodes")
+    terms = Terms(*(int(fields[name]) for name in ("invited", "needed", "min_members", "slots")), who="nodes")
     if not terms.invited < 2 * terms.needed <= 2 * terms.invited or terms.min_members < 2 or terms.slots < 1:
         raise ValueError(
             f"secure sum: more than half of the nodes must be needed and a cluster of one may not be opened, "
             f"got needed = {terms.needed} of {terms.invited} and min_members = {terms.min_members}"
         )
     return Seat(
-        session=str(told["session"]),
+        session=str(fields["session"]),
         exchange=EXCHANGES[0],
-        client=Client(int(told["me"]), terms),
-        step=str(told["step"]),
+        client=Client(int(fields["me"]), terms),
+        step=str(fields["step"]),
         slots=terms.slots,
-        clip=float(told["clip"]),
-        clients=int(told["clients"]),
-        until=time.time() + len(EXCHANGES) * float(told["deadline"]),
+        clip=float(fields["clip"]),
+        clients=int(fields["clients"]),
+        until=time.time() + len(EXCHANGES) * float(fields["deadline"]),
     )
 
 
-def _seat(memory: Memory, told: Mapping[str, Any]) -> Seat:
+def _seat(memory: Memory, fields: Mapping[str, Any]) -> Seat:
     """Where the node stands in a session; it has to be kept anew, for what goes wrong from here on ends it."""
-    plain = memory.load_session(str(told["run"]))
-    if plain is None or plain["session"] != told["session"]:
+    plain = memory.load_session(str(fields["run"]))
+    if plain is None or plain["session"] != fields["session"]:
         raise ValueError(f"site '{memory.site}' does not take part in this secure sum, or no longer")
-    if plain["exchange"] != told["exchange"]:
-        raise ValueError(f"secure sum: the next exchange is '{plain['exchange']}', not '{told['exchange']}'")
-    memory.drop_session(str(told["run"]))
+    if plain["exchange"] != fields["exchange"]:
+        raise ValueError(f"secure sum: the next exchange is '{plain['exchange']}', not '{fields['exchange']}'")
+    memory.drop_session(str(fields["run"]))
     return Seat.from_plain(plain)
 
 
@@ -167,8 +167,8 @@ def _answer(seat: Seat, content: RecordDict, work: Work, reply: RecordDict) -> P
         # The reply of nobody: how replies are formed, from which the server knows how to read the sums.
         put_tree(reply, "form", {name: tree_map(lambda x: x[:0], getattr(found, name)) for name in FORM})
         return client.sheet(sealed, _sheet(seat, found, secrecy))
-    told = whole_numbers(get_tree(content, "told", {}))
-    return client.counts(told) if seat.exchange == "counts" else client.sums(told)
+    numbers = whole_numbers(get_tree(content, "numbers", {}))
+    return client.counts(numbers) if seat.exchange == "counts" else client.sums(numbers)
 
 
 def _sheet(seat: Seat, found: Reply, secrecy: Mapping[str, Secrecy]) -> Sheet:

@@ -129,12 +129,12 @@ class Session:
         """
         server = self.server
         arrived, everybody = server.arrived(), set(server.transcript.of("shares"))
-        found = self._ask("counts", {s: _told(arrived) for s in arrived})
+        found = self._ask("counts", {s: _numbers(arrived) for s in arrived})
         self._receive("counts", found, lambda s, p: s in p and _is_about(p, everybody & p.keys(), SHARE))
         with self._breaking_off():
             sheet, count = server.counts(code.head)
         held = server.transcript.of("counts")
-        found = self._ask("sums", {s: _told(count) for s in held})
+        found = self._ask("sums", {s: _numbers(count) for s in held})
         size = SHARE * sum(n >= self.terms.min_members for n in count)
         self._receive("sums", found, lambda s, p: _is_about(p, held[s].keys() & set(arrived), size))
         with self._breaking_off():
@@ -151,7 +151,7 @@ class Session:
         return content
 
     def _invitation(self, site: int) -> RecordDict:
-        """What a node is told beforehand; it keeps it until the end of the session."""
+        """What a node gets to know beforehand; it keeps it until the end of the session."""
         about = {
             "me": site,
             "step": step_name(self.exchange.step),
@@ -247,6 +247,6 @@ def _payload(payload: Mapping[int, bytes]) -> RecordDict:
     return content
 
 
-def _told(numbers: list[int]) -> RecordDict:
-    put_tree(content := RecordDict(), "told", torch.tensor(numbers, dtype=torch.long))
+def _numbers(numbers: list[int]) -> RecordDict:
+    put_tree(content := RecordDict(), "numbers", torch.tensor(numbers, dtype=torch.long))
     return content

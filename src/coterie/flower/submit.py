@@ -34,10 +34,10 @@ def submit(lab: Lab, config: Path, out: Path, *, resume: bool) -> int:
         raise ValueError(f"no federation is running in {lab.folder}; start one with: coterie flower up")
     values = {"config": config.name, "out": str(out.absolute()), "resume": resume, **_nodes(lab, config)}
     changes = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
-    told = lab.flwr("run", str(config.parent.absolute()), NAME, "--run-config", changes)
-    if not told["success"]:
-        raise ValueError(f"the SuperLink refused the app: {told['error-message']}")
-    return int(told["run-id"])
+    answer = lab.flwr("run", str(config.parent.absolute()), NAME, "--run-config", changes)
+    if not answer["success"]:
+        raise ValueError(f"the SuperLink refused the app: {answer['error-message']}")
+    return int(answer["run-id"])
 
 
 def _nodes(lab: Lab, config: Path) -> dict[str, int]:
@@ -147,9 +147,9 @@ def _state(lab: Lab, run: int) -> str:
     """What the SuperLink says of a run, such as "running" or "finished:failed". It may be on its way back."""
     end = time.monotonic() + PATIENCE
     while True:
-        told = lab.flwr("list", NAME, "--run-id", str(run))
-        if told.get("runs"):
-            return str(told["runs"][0]["status"])
+        answer = lab.flwr("list", NAME, "--run-id", str(run))
+        if answer.get("runs"):
+            return str(answer["runs"][0]["status"])
         if time.monotonic() > end:
-            raise ValueError(f"the SuperLink does not tell of run {run}: {told.get('error-message')}")
+            raise ValueError(f"the SuperLink does not know run {run}: {answer.get('error-message')}")
         time.sleep(1)

@@ -37,21 +37,21 @@ class Worker:
         self._nodes: dict[str, Node] = {}  # by all that they depend on
         self._folders: set[Path] = set()  # of apps whose modules are loaded
 
-    def answer(self, told: dict[str, Any], content: RecordDict) -> RecordDict:
+    def answer(self, request: dict[str, Any], content: RecordDict) -> RecordDict:
         """The node's answer to a message."""
-        kind = str(told.pop("kind"))
-        return self._found(told).respond(kind, content)
+        kind = str(request.pop("kind"))
+        return self._found(request).respond(kind, content)
 
-    def _found(self, told: dict[str, Any]) -> Node:
-        key = json.dumps(told, sort_keys=True)
+    def _found(self, request: dict[str, Any]) -> Node:
+        key = json.dumps(request, sort_keys=True)
         if key not in self._nodes:
             for old in list(self._nodes)[: 1 - KEPT]:
                 del self._nodes[old]
-            file = Path(told.pop("file"))
+            file = Path(request.pop("file"))
             for folder in self._folders | {file.parent}:  # one app's helpers must not be taken for another's
                 forget(folder)
             self._folders = {file.parent}
-            self._nodes[key] = node_of(Context(**told, state=RecordDict()), file)
+            self._nodes[key] = node_of(Context(**request, state=RecordDict()), file)
         return self._nodes[key]
 
 
@@ -75,10 +75,10 @@ def serve(folder: Path) -> None:
 
 
 def _converse(connection: Connection, worker: Worker, one_at_a_time: threading.Lock) -> None:
-    told, content = json.loads(connection.recv_bytes()), from_bytes(connection.recv_bytes())
+    request, content = json.loads(connection.recv_bytes()), from_bytes(connection.recv_bytes())
     try:
         with one_at_a_time:
-            answer = to_bytes(worker.answer(told, content))
+            answer = to_bytes(worker.answer(request, content))
     except Exception as error:  # whatever happens, the ClientApp tells it, as it would its own
         connection.send_bytes(f"{type(error).__name__}: {error}".encode())
         return

@@ -30,7 +30,7 @@ from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.core.train import Descend, Models, Train
 from coterie.parts.choosing import Choosing
-from coterie.parts.starts import Start, find_start
+from coterie.parts.starts import FarthestFirst, Start, find_start
 
 GAMMA = 0.9  # γ of Section 4.2 for the step size that is found: it must stay below 1
 
@@ -50,8 +50,8 @@ class State(NamedTuple):
     """What FedX knows after a round."""
 
     theta: Params  # the cluster models θ_j (k, …)
-    labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part or does not tell
-    members: Tensor  # clients of each cluster (k,): by the labels or, where these are not told, of the last round
+    labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part or it is hidden
+    members: Tensor  # clients of each cluster (k,): by the labels or, where these are hidden, of the last round
     lr: float  # the step size, in terms of the task's own loss
     exact: bool  # whether FedProx has a closed form
     temperature: float  # that of soft labels, 0 for hard ones
@@ -89,6 +89,8 @@ class FedX(Choosing):
         >>> run.ari > 0.9
         True
     """
+
+    quick = {"init": FarthestFirst(steps=4), "lr": 0.05}  # noqa: RUF012
 
     k: int = setting(low=1)
     lr: float | None = setting(None, low=1e-12)
@@ -179,7 +181,7 @@ class FedX(Choosing):
         return state.labels
 
     def members(self, state: State) -> Tensor:
-        """How many clients each cluster has; where labels are soft and not told, everybody is in all."""
+        """How many clients each cluster has; where labels are soft and hidden, everybody is in all."""
         return state.members
 
     def join(self, state: State, newcomers: Cohort) -> State:

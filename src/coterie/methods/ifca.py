@@ -30,7 +30,7 @@ from coterie.parts.choosing import Choosing, counted
 from coterie.parts.restarts import Restarts, held_out_loss
 from coterie.parts.revival import Revival
 from coterie.parts.sharing import Sharing
-from coterie.parts.starts import Start, find_start
+from coterie.parts.starts import FarthestFirst, Start, find_start
 
 
 class State(NamedTuple):
@@ -77,6 +77,8 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
         (4, 16)
     """
 
+    quick = {"init": FarthestFirst(steps=4)}  # noqa: RUF012
+
     k: int = setting(low=1)
     average: Literal["model", "gradient"] = "model"
     normalise: Literal["cluster", "all"] = "cluster"
@@ -99,8 +101,7 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 15."""
-        chosen = cohort.sample(self.fraction)  # line 4: M_t
-        slots = self.restarts * self.k
+        chosen, slots = cohort.sample(self.fraction), self.restarts * self.k  # line 4: M_t
         if self._settled(state):
             own = self.k * torch.arange(self.restarts) + state.labels[:, chosen.clients].T  # (c, r)
             sums = chosen.combine(self.follow, self._one_each(state), slots=slots, rows=own)

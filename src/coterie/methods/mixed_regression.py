@@ -13,6 +13,7 @@ from coterie.core.method import Needs
 from coterie.core.pytree import Params
 from coterie.core.registry import register
 from coterie.methods.fedx import FedX
+from coterie.methods.moment_descent import MomentDescent
 from coterie.parts.starts import Start
 
 
@@ -34,5 +35,6 @@ class MixedRegression(FedX):
     """
 
     needs = Needs(task="regressor", linear=True, gather=True)
+    quick = {"init": MomentDescent(clients=12, ell=4, rounds=2, reuse=True), "lr": None}  # noqa: RUF012
 
     init: str | Start | Sequence[Params] = "moment_descent"

@@ -120,7 +120,7 @@ class PointScores(Scores):
 
 @dataclass(frozen=True)
 class SummedScores(Scores):
-    """What is known of scores where the server is told sums only: no client's score, and nobody's cluster (-1).
+    """Scores where the server may see sums only: no client's score, and nobody's cluster (-1).
 
     Attributes:
         total: The sum of the scores of the clients of each cluster (k,).

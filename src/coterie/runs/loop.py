@@ -148,10 +148,10 @@ class Loop:
             self.record.roster(roster)
 
     def _scores(self, state: Any, t: int) -> Scores:
-        scores, heard = self.membership.perform(lambda c: (evaluate(self.method, state, c.at(t)), c.clients))
-        if len(heard) == len(self.cohort):
+        scores, scored = self.membership.perform(lambda c: (evaluate(self.method, state, c.at(t)), c.clients))
+        if len(scored) == len(self.cohort):
             return scores
-        return scores.among(heard, self.method.labels(state), self.cohort.federation.groups)
+        return scores.among(scored, self.method.labels(state), self.cohort.federation.groups)
 
     def _row(self, t: int, state: Any, report: Report, seconds: float) -> dict[str, Any]:
         members = [int(n) for n in self.method.members(state)]

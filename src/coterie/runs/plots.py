@@ -109,8 +109,8 @@ def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
             axes.plot([place[c] for c in row["children"]], [end, end], color=COLOURS[7], lw=1.5)
             axes.annotate(f"α {row['cross']:.2f}", (x, end), (4, 4), textcoords="offset points", fontsize=8)
         else:
-            told = f"cluster {row['cluster']}\n{len(row['clients'])} clients"
-            axes.annotate(told, (x, end), (0, -4), textcoords="offset points", ha="center", va="top", fontsize=8)
+            label = f"cluster {row['cluster']}\n{len(row['clients'])} clients"
+            axes.annotate(label, (x, end), (0, -4), textcoords="offset points", ha="center", va="top", fontsize=8)
     axes.set_ylim(last * 1.14, 0)
     axes.set_xlim(-0.6, max(place.values()) + 0.6)
     axes.set_ylabel("round")

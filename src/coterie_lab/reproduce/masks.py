@@ -32,12 +32,12 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
     for case in spec["cases"]:
         label = case["label"]
         row = notebook.entry(label, lambda case=case: _accuracies(spec, case, device))
-        told = dict.fromkeys(("constant steps", "median"))
+        ends = dict.fromkeys(("constant steps", "median"))
         if label in spec["constant"]["cases"]:
             curve = notebook.entry(f"{label}, constant steps", lambda case=case: _along(spec, case, device))
-            told = dict(zip(told, (curve[-1], median(curve)), strict=True))
+            ends = dict(zip(ends, (curve[-1], median(curve)), strict=True))
             curves[label] = curve
-        rows.append({"case": label, **row, **told, "report": case.get("report")})
+        rows.append({"case": label, **row, **ends, "report": case.get("report")})
     return {"seeds": [spec["seed"]], "rows": rows, "curves": curves}
 
 

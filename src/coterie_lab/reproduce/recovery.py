@@ -1,7 +1,7 @@
 """Whether the models of a mixed regression are found (Su, Xu and Yang 2022), over data sets and over starts.
 
 Phase 1 runs on all clients. Phase 2 runs on all of them too, or on those of a setting's `phase2`, so that the data that
-the analysis wants fresh for Phase 1 need not be carried through every round. A method is told nothing of the truth.
+the analysis wants fresh for Phase 1 need not be carried through every round. A method knows nothing of the truth.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _every_run(setting: dict[str, Any], method: dict[str, Any], device: str) -> 
     for seed in range(setting["seeds"]):
         problem = Regression.of(setting["data"], seed)
         for start in range(method.get("starts", setting.get("starts", 1))):
-            told = {"setting": setting["name"], "method": method["name"], "seed": seed, "start": start}
-            runs.append(told | _one(problem, setting, method, seed, start, device))
+            labels = {"setting": setting["name"], "method": method["name"], "seed": seed, "start": start}
+            runs.append(labels | _one(problem, setting, method, seed, start, device))
     return runs
 
 

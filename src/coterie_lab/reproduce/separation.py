@@ -61,8 +61,8 @@ def _gaps(spec: dict[str, Any], n: int, seed: int, device: str) -> list[dict[str
     for t, (before, after) in enumerate(itertools.pairwise(states_of(algorithm, cohort, max(spec["at"]), seed)), 1):
         if t in spec["at"]:
             gradients = asking.round(before, cohort.at(t - 1))[0].reports.updates
-            told = _judged("update", after.reports.updates, groups) | _judged("gradient", gradients, groups)
-            cells.append({"rows": n, "seed": seed, "round": t, **told})
+            judged = _judged("update", after.reports.updates, groups) | _judged("gradient", gradients, groups)
+            cells.append({"rows": n, "seed": seed, "round": t, **judged})
     return cells
 
 

@@ -53,7 +53,7 @@ def _rounds(spec: dict[str, Any], method: dict[str, Any], federation: Any, devic
     algorithm, task = build_algorithm(method["algorithm"]), build_task(spec["task"])
     cohort = everybody(task, federation, spec["seed"], device, spec["precision"])
     label, scale = SCALE[task.metric]
-    told: dict[str, Any] = {"metric": label, "rounds": [], "scores": []}
+    result: dict[str, Any] = {"metric": label, "rounds": [], "scores": []}
     tree: dict[str, Any] = {"gaps": {}, "splits": []}
     found = states_of(algorithm, cohort, spec["rounds"], spec["seed"])
     for t, (before, after) in enumerate(itertools.pairwise(found), 1):
@@ -61,9 +61,9 @@ def _rounds(spec: dict[str, Any], method: dict[str, Any], federation: Any, devic
             _watch(tree, before, after, t, federation.groups.numpy())
         if t % spec["every"] == 0 or t == spec["rounds"]:
             scores = scale(evaluate(algorithm, after, cohort.at(t)).per_client.astype(float))
-            told["rounds"].append(t)
-            told["scores"].append(scores.round(3).tolist())
-    return told | tree
+            result["rounds"].append(t)
+            result["scores"].append(scores.round(3).tolist())
+    return result | tree
 
 
 def _watch(tree: dict[str, Any], before: State, after: State, t: int, groups: np.ndarray) -> None:

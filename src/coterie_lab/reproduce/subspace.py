@@ -29,17 +29,17 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
     """The sine of the largest angle against m, the anchors' errors against T, and both against noise."""
     rows = []
     for way, m in itertools.product(spec["subspaces"], spec["clients"]):
-        told = notebook.entry(f"{way}, m = {m}", lambda w=way, m=m: _first_only(spec, m, w, device))
-        rows.append({"part": "subspace", "m": m, "subspace": way, "T": 1, "noise": 0.0, **_summary(told)})
+        found = notebook.entry(f"{way}, m = {m}", lambda w=way, m=m: _first_only(spec, m, w, device))
+        rows.append({"part": "subspace", "m": m, "subspace": way, "T": 1, "noise": 0.0, **_summary(found)})
     for m in spec["descents"]:
-        told = notebook.entry(f"descent, m = {m}", lambda m=m: _errors(spec, m, spec["iterations"], 0.0, device))
+        found = notebook.entry(f"descent, m = {m}", lambda m=m: _errors(spec, m, spec["iterations"], 0.0, device))
         own = {"part": "descent", "m": m, "subspace": "auto", "noise": 0.0}
-        rows += [{**own, "T": t, **_summary(at, told[0])} for t, at in enumerate(told, 1)]
+        rows += [{**own, "T": t, **_summary(at, found[0])} for t, at in enumerate(found, 1)]
     for noise, m in itertools.product(spec["noise"], spec["noisy"]):
         name, t = f"noise {noise}, m = {m}", spec["noisy_iterations"]
-        told = notebook.entry(name, lambda n=noise, m=m, t=t: _errors(spec, m, t, n, device))
+        found = notebook.entry(name, lambda n=noise, m=m, t=t: _errors(spec, m, t, n, device))
         own = {"part": "noise", "m": m, "subspace": "auto", "noise": noise, "T": t}
-        rows.append({**own, **_summary(told[-1], told[0])})
+        rows.append({**own, **_summary(found[-1], found[0])})
     return {"seeds": list(range(spec["seeds"])), "rows": rows}
 
 
@@ -50,7 +50,7 @@ def _first_only(spec: dict[str, Any], m: int, way: Any, device: str) -> list[dic
 
 
 def _errors(spec: dict[str, Any], m: int, iterations: int, noise: float, device: str) -> list[list[dict[str, float]]]:
-    """For every iteration, what is told of it with every seed."""
+    """For every iteration, the figures of every seed."""
     descent = MomentDescent(rounds=iterations, clients=m, ell=spec["ell"], noise=noise)
     return [list(at) for at in zip(*(_told(spec, descent, m, s, device) for s in range(spec["seeds"])), strict=True)]
 
@@ -89,16 +89,16 @@ def sine(found: Tensor, true: Tensor) -> float:
     return max(0.0, 1 - least**2) ** 0.5
 
 
-def _summary(told: list[dict[str, float]], first: list[dict[str, float]] | None = None) -> dict[str, float]:
+def _summary(found: list[dict[str, float]], first: list[dict[str, float]] | None = None) -> dict[str, float]:
     """Over seeds: medians, and the worst of the anchors. The sine is of the first iteration."""
-    sines = [t["sine"] for t in first or told]
+    sines = [t["sine"] for t in first or found]
     return {
         "sine": float(np.median(sines)),
         "sine, worst": max(sines),
-        "anchor": float(np.median([t["anchor"] for t in told])),
-        "anchor, worst": max(t["worst anchor"] for t in told),
-        "merged": float(np.median([t["merged"] for t in told])),
-        "merged, worst": max(t["merged"] for t in told),
+        "anchor": float(np.median([t["anchor"] for t in found])),
+        "anchor, worst": max(t["worst anchor"] for t in found),
+        "merged": float(np.median([t["merged"] for t in found])),
+        "merged, worst": max(t["merged"] for t in found),
     }
 
 

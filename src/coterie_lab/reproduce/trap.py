@@ -195,8 +195,8 @@ def _draw_losses(result: dict[str, Any], path: Path) -> None:
     for row, axes in zip(sorted(result["rows"], key=lambda r: MODELS.index(r["models"])), grid.flat, strict=True):
         _loss_panel(axes, np.array(result["curves"][f"m = {row['m']}, {row['models']}"]["loss"]))
         axes.set_title(f"m = {row['m']}, {row['models']}", fontsize=10)
-        told = f"in the end {row['leave, last']:.0f} % of\nwrong points would leave"
-        axes.text(0.98, 0.97, told, transform=axes.transAxes, ha="right", va="top", fontsize=8)
+        text = f"in the end {row['leave, last']:.0f} % of\nwrong points would leave"
+        axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=8)
     for axes in grid[-1]:
         axes.set_xlabel("epoch")
     for axes in grid[:, 0]:
