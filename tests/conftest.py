@@ -118,12 +118,15 @@ def command_line():
 
 
 @contextmanager
-def federation_in(folder, command_line):
-    """A SuperLink and three SuperNodes on loopback, all of whose processes are gone at the end."""
+def federation_in(folder, nodes, command_line):
+    """A SuperLink and some SuperNodes on loopback, all of whose processes are gone at the end."""
     lab = Lab(folder)
     try:
-        rows = json.loads(command_line("flower", "up", "-n", "3", "--dir", str(folder), "--json"))
-        assert [r["process"] for r in rows if "worker" not in r["process"]] == [LINK, "site0", "site1", "site2"]
+        rows = json.loads(command_line("flower", "up", "-n", str(nodes), "--dir", str(folder), "--json"))
+        assert [r["process"] for r in rows if "worker" not in r["process"]] == [
+            LINK,
+            *(f"site{i}" for i in range(nodes)),
+        ]
         yield lab
         pids = [told["pid"] for told in lab.processes().values() if told["pid"]]
         assert command_line("flower", "down", "--dir", str(folder)) == f"stopped the federation in {folder}\n"
@@ -136,13 +139,13 @@ def federation_in(folder, command_line):
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, command_line):
-    """A federation that tests share: none may harm it."""
-    with federation_in(tmp_path_factory.mktemp("lab") / "federation", command_line) as lab:
+    """A federation of two nodes that tests share, so none may harm it. Each message to a node costs over a second."""
+    with federation_in(tmp_path_factory.mktemp("lab") / "federation", 2, command_line) as lab:
         yield lab
 
 
 @pytest.fixture
 def lab_to_kill(tmp_path, command_line):
-    """A federation for one test alone."""
-    with federation_in(tmp_path / "federation", command_line) as lab:
+    """A federation of three nodes for one test alone."""
+    with federation_in(tmp_path / "federation", 3, command_line) as lab:
         yield lab

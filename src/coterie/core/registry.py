@@ -41,8 +41,8 @@ def register(name: str, kind: Kind = "method") -> Callable[[Class], Class]:
 
     def decorate(cls: Class) -> Class:
         before = _registered.get((kind, name))
-        if before is not None and _home(before) != _home(cls):  # a module that is loaded again may register again
-            raise ValueError(f"register: the {kind} '{name}' is {_home(before)} already")
+        if before is not None and _home(before) != _home(cls):
+            raise ValueError(f"register: the {kind} '{name}' is {before.__module__}.{before.__qualname__} already")
         _registered[kind, name] = cls
         return cls
 
@@ -94,4 +94,5 @@ def _load() -> None:
 
 
 def _home(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """The file and name of a class; a file that is loaded twice, perhaps under two names, may register twice."""
+    return f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}"
