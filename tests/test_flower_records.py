@@ -15,6 +15,7 @@ from coterie.core.registry import known, owners
 from coterie.core.step import client_step, client_steps
 from coterie.flower.client_app import make_app
 from coterie.flower.engine import TYPE
+from coterie.flower.local import LocalGrid
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.steps import describe_step, rebuild_step
 from coterie.parts.starts import FarthestFirst
@@ -157,6 +158,7 @@ def test_every_class_that_has_steps_is_known():
 
 def test_the_client_app_has_no_list_of_steps():
     """Whichever step it is, its message has one of two types; see `coterie.flower.engine.TYPE`."""
+    LocalGrid({})  # sets what Flower sets for a run
     seen = []
     app = make_app(lambda kind, content, context: seen.append(kind) or content)
     for kind in ("query.enrol", *TYPE.values()):

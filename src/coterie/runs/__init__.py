@@ -1,0 +1,1 @@
+"""Runs: fit, the loop, the run folder, evaluation and what is shown."""
