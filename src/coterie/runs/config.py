@@ -74,7 +74,8 @@ def build_algorithm(table: dict[str, Any]) -> Method:
 def build_uplink(tables: Any) -> list[Transform]:
     """The transforms that a list of tables describes."""
     if not isinstance(tables, list):
-        raise ValueError(f'[run] uplink must be a list of tables, such as [{{ name = "quantise", bits = 8 }}], got {tables!r}')
+        example = '[{ name = "quantise", bits = 8 }]'
+        raise ValueError(f"[run] uplink must be a list of tables, such as {example}, got {tables!r}")
     found = []
     for table in tables:
         name, values = _name_and_rest(table, "run.uplink")

@@ -31,7 +31,7 @@ from coterie.methods.fedx import FedX
 from coterie.runs.run import Run
 
 TOLERATED = 0.2  # the share of mislabelled clients up to which labels are worth having
-DISAGREE = 0.05  # the share of clients whose label under the likeliest models is another, from which on the verdict mentions it
+DISAGREE = 0.05  # the share of clients with another label under the likeliest models that the verdict mentions
 STEPS, SETTLED = 200, 1e-4  # of expectation and maximisation at most; the change of all models at which to stop
 NARROW = 1e-6  # the part of a second moment's largest eigenvalue below which a direction counts as not seen
 WIDTH = 112  # of the verdict, about that of the table

@@ -17,8 +17,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from coterie.storage import snapshot
 from coterie.core.pytree import Params
+from coterie.storage import snapshot
 
 ROSTER = "roster.json"
 KEPT = 2  # checkpoints: the one before is there should the last be damaged
