@@ -219,8 +219,10 @@ class Train:
         """The random numbers of a client with n rows."""
         drawn = self.rows.draw(n, key, when) if self.rows else {}
         if self.by.batch is not None:
-            among = drawn["train"] if self.rows else torch.arange(n)
-            drawn["batches"] = draw_batches(among, self.by.batch, self.by.tau, key, when)
+            size, among = (len(drawn["train"]), drawn["train"]) if self.rows else (n, None)
+            generator = key.fold(_BATCHES, *when).generator()
+            batches = minibatches(size, max(1, min(self.by.batch, size)), self.by.tau, generator)
+            drawn["batches"] = batches if among is None else torch.where(batches < 0, -1, among[batches])
         return drawn
 
     def _rows(self, local: Local, purpose: str) -> Data:
@@ -257,13 +259,6 @@ class Train:
 def weight_of(data: Data, weights: Weights) -> Tensor:
     """How heavily a client counts in a mean."""
     return data.mask.sum() if weights == "size" else torch.ones((), device=data.mask.device)
-
-
-def draw_batches(rows: Tensor, batch: int, tau: int, key: Key, when: tuple[int, ...]) -> Tensor:
-    """Row numbers of the minibatches of τ steps (τ, batch), from these rows of a client; -1 is no row."""
-    n = len(rows)
-    drawn = minibatches(n, max(1, min(batch, n)), tau, key.fold(_BATCHES, *when).generator())
-    return torch.where(drawn < 0, -1, rows[drawn])
 
 
 def choose_nearest(task: Task) -> ClientStep:
