@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.core import Key, Method, Needs, Report, register, setting, stack, take
+from coterie.core import Key, Method, Models, Needs, Report, registry, setting, stack, take
 from coterie.core.registry import known
 from coterie.core.settings import validate
 from coterie.core.step import client_steps
@@ -161,7 +161,6 @@ class Plain(ct.FedAvg):
     """A method that is right, to be broken."""
 
 
-@register("test_forgetful")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forgetful(Plain):
     """Writes to the state that it is given, which no method may do."""
@@ -173,7 +172,6 @@ class Forgetful(Plain):
         return after, report
 
 
-@register("test_curious")
 @dataclasses.dataclass(frozen=True)
 class Curious(Method):
     """Looks at single clients' replies, and does not declare it."""
@@ -186,8 +184,6 @@ class Curious(Method):
     def round(self, state, cohort):
         models = ct.LocalOnly(lr=self.lr, tau=1)
         sent = models.start(cohort.task, cohort, Key.of(0)).theta
-        from coterie.core import Models
-
         reply = cohort.gather(models.step, Models(take(sent, 0), torch.tensor(self.lr)))
         theta = stack([{n: x.mean(0) for n, x in reply.update.items()}])
         return state._replace(theta=theta, round=state.round + 1), Report(cohort.clients, reply.note["loss"])
@@ -205,12 +201,20 @@ class Curious(Method):
         return 0
 
 
-def test_a_method_that_changes_its_input_is_found():
+@pytest.fixture
+def registered(monkeypatch):
+    """Methods that are registered for one test: other tests try all that are."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry.register("forgetful")(Forgetful)
+    registry.register("curious")(Curious)
+
+
+def test_a_method_that_changes_its_input_is_found(registered):
     with pytest.raises(AssertionError, match="a round has changed the state that it was given"):
         check_method(Forgetful(tau=1))
 
 
-def test_a_method_that_hides_what_its_server_sees_is_found():
+def test_a_method_that_hides_what_its_server_sees_is_found(registered):
     with pytest.raises(AssertionError, match=r"declare needs = Needs\(gather=True\)"):
         check_method(Curious())
     assert Needs().gather is False
