@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
-import torch
 from xdist.scheduler import LoadScopeScheduling
 
 import coterie as ct
-from coterie.core.federation import Federation
+from coterie import testing
 from coterie.core.key import Key
 from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol
@@ -59,31 +58,19 @@ def task():
 @pytest.fixture(scope="session")
 def ragged():
     """Twelve clients of very unequal size in three well separated groups."""
-    g = torch.Generator().manual_seed(0)
-    centres = 3 * torch.randn(3, 10, 64, generator=g)
-    clients, tests = [], []
-    for i in range(12):
-        for part, n in ((clients, 5 + 7 * i), (tests, 8)):
-            y = torch.randint(10, (n,), generator=g)
-            part.append((centres[i % 3][y] + 0.3 * torch.randn(n, 64, generator=g), y))
-    return Federation.from_clients(clients, tests, groups=[i % 3 for i in range(12)])
+    return testing.ragged()
 
 
 @pytest.fixture(scope="session")
 def regression():
     """Forty clients of very unequal size in three mixed regressions, and the task to learn them."""
-    federation = ct.data.mixed_regression(
-        k=3, d=4, seed=1, anchors=6, anchor_rows=40, pairs=14, rest=20, rest_rows=(1, 3, 6, 11)
-    )
-    return ct.Task.regressor(ct.models.Linear(4, 1)), federation
+    return ct.Task.regressor(ct.models.Linear(4, 1)), testing.regressions()
 
 
 @pytest.fixture(scope="session")
 def points():
     """Eight clients of very unequal size with points of three clusters, half of each client's of one."""
-    whole = ct.data.gaussian_clusters(k=3, p=0.5, seed=2, clients=8, points=120, d=6, separation=6.0)
-    rows = [(x[: 20 + 14 * i].flip(0), y[: 20 + 14 * i].flip(0)) for i in range(8) for x, y in [whole.train.client(i)]]
-    return Federation.from_clients(rows)
+    return testing.points()
 
 
 @pytest.fixture
