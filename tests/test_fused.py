@@ -125,8 +125,13 @@ class Pretend(Replayed):
 
     waits = True  # whether the device is said to wait for Python
 
+    seconds = 0.1  # that a replay is said to take; a plain call takes one
+
     def _timed(self, *args):
-        return self.function(*args), self.waits
+        return self.function(*args), 1.0, self.waits
+
+    def _replayed_in(self, recording):
+        return self.seconds
 
     def record(self, flat, spec):
         own = [x.clone() if isinstance(x, torch.Tensor) else x for x in flat]
@@ -153,6 +158,14 @@ def test_what_keeps_the_device_busy_is_not_recorded():
     double.waits = False
     assert [double(torch.tensor(float(i))).item() for i in range(5)] == [0, 2, 4, 6, 8]
     assert len(calls) == 5  # a recording would have made one more
+
+
+def test_a_recording_that_is_no_faster_is_not_used():
+    calls = []
+    double = Pretend(lambda x: calls.append(None) or 2 * x)
+    double.seconds = 1.0
+    assert [double(torch.tensor(float(i))).item() for i in range(5)] == [0, 2, 4, 6, 8]
+    assert len(calls) == 6  # one of them to make the recording
 
 
 @pytest.mark.parametrize("algorithm", [ct.IFCA(3), ct.LocalOnly()], ids=["ifca", "local"])

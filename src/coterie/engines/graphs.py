@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 PLAIN = 2  # calls with the same shapes before one is recorded: recording pays only for what recurs
 KEPT = 8  # recordings at most; each holds memory of its own
-MUCH = 0.005  # seconds that a call must take for a recording to pay
+MUCH = 5e-4  # seconds that a call must take for a recording to pay
+WORTH = 0.8  # of a plain call's time, which a replay may take at most
 BOUND = 0.8  # the share of a call's time that Python spends launching, from which on the GPU waits for it
 
 
@@ -42,6 +43,7 @@ class Replayed:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._calls: dict[Any, int] = {}
+        self._seconds: dict[Any, float] = {}  # of a plain call
         self._recordings: dict[Any, Recording | None] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -55,11 +57,11 @@ class Replayed:
             if seen < PLAIN:
                 return self.function(*args)
             if seen == PLAIN:
-                found, waits = self._timed(*args)
+                found, self._seconds[shapes], waits = self._timed(*args)
                 if not waits:
                     self._recordings[shapes] = None
                 return found
-            self._recordings[shapes] = self.record(flat, spec)
+            self._recordings[shapes] = self._faster(self.record(flat, spec), self._seconds[shapes])
         recording = self._recordings[shapes]
         if recording is None:
             return self.function(*args)
@@ -69,15 +71,27 @@ class Replayed:
         # The next replay writes to the same memory.
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, recording.outputs)
 
-    def _timed(self, *args: Any) -> tuple[Any, bool]:
-        """Call the function; also whether the GPU waits for Python more than it works."""
+    def _faster(self, recording: Recording | None, plain: float) -> Recording | None:
+        """A recording, if its replay is clearly faster than a plain call was: of large kernels it may be slower."""
+        return recording if recording and min(map(self._replayed_in, [recording] * 2)) < WORTH * plain else None
+
+    def _replayed_in(self, recording: Recording) -> float:
+        """Seconds of a replay."""
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        recording.replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def _timed(self, *args: Any) -> tuple[Any, float, bool]:
+        """Call the function; also its seconds, and whether the GPU waits for Python more than it works."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         found = self.function(*args)
         launched = time.perf_counter() - begin
         torch.cuda.synchronize()
         total = time.perf_counter() - begin
-        return found, total > MUCH and launched > BOUND * total
+        return found, total, total > MUCH and launched > BOUND * total
 
     def record(self, flat: list[Any], spec: Any) -> Recording | None:
         """Run the function once on copies of its arguments, keeping its kernels; None if it looks at values."""
