@@ -61,7 +61,7 @@ class Reply(NamedTuple):
     update: Any = ()
     weight: Tensor = ONE
     slot: Tensor = FIRST
-    note: dict[str, Tensor] = {}  # noqa: RUF012 - a default that nobody writes to
+    note: dict[str, Tensor] = {}
     memory: Any = ()
 
 

@@ -44,7 +44,7 @@ class Models(NamedTuple):
     theta: Params
     lr: Tensor | tuple[()] = ()
     label: Tensor | tuple[()] = ()
-    common: Params = {}  # noqa: RUF012 - a default that nobody writes to
+    common: Params = {}
 
     def rows(self, index: Tensor) -> Self:
         """The message for one client that is sent only these rows of all models, and of their labels."""

@@ -77,7 +77,7 @@ class ClusterGAN(PointMethod):
     """
 
     needs = Needs(task="adversarial", points=True)
-    quick = {"lr": 1e-3, "steps": 1, "critic": 2, "batch": 8}  # noqa: RUF012
+    quick = {"lr": 1e-3, "steps": 1, "critic": 2, "batch": 8}
 
     k: int = setting(low=1)
     steps: int = setting(20, low=1)

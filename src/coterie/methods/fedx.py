@@ -90,7 +90,7 @@ class FedX(Choosing):
         True
     """
 
-    quick = {"init": FarthestFirst(steps=4), "lr": 0.05}  # noqa: RUF012
+    quick = {"init": FarthestFirst(steps=4), "lr": 0.05}
 
     k: int = setting(low=1)
     lr: float | None = setting(None, low=1e-12)

@@ -77,7 +77,7 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
         (4, 16)
     """
 
-    quick = {"init": FarthestFirst(steps=4)}  # noqa: RUF012
+    quick = {"init": FarthestFirst(steps=4)}
 
     k: int = setting(low=1)
     average: Literal["model", "gradient"] = "model"

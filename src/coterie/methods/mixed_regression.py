@@ -35,6 +35,6 @@ class MixedRegression(FedX):
     """
 
     needs = Needs(task="regressor", linear=True, gather=True)
-    quick = {"init": MomentDescent(clients=12, ell=4, rounds=2, reuse=True), "lr": None}  # noqa: RUF012
+    quick = {"init": MomentDescent(clients=12, ell=4, rounds=2, reuse=True), "lr": None}
 
     init: str | Start | Sequence[Params] = "moment_descent"

@@ -88,7 +88,7 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
     """
 
     needs = Needs(task="density", points=True)
-    quick = {"restarts": 2}  # noqa: RUF012
+    quick = {"restarts": 2}
 
     k: int = setting(low=1)
     init: Literal["mixed", "random", "kfed"] | Disturbed | Sequence[Params] = "mixed"
