@@ -16,7 +16,9 @@ from torch import Tensor
 
 from coterie.core.task import Data, Task
 from coterie.storage import mapped
-from coterie.storage.packed import Array, Client, Packed, check_rows, client_name, take_in
+from coterie.storage.clients import Given, Reader, one_per_client
+from coterie.storage.inputs import Inputs
+from coterie.storage.packed import Array, Packed, check_rows, client_name, take_in
 
 __all__ = ["Array", "Federation", "Packed"]
 
@@ -34,6 +36,7 @@ class Federation:
         ids: The clients' names; their positions where None. A client's random numbers follow its name, so
             renumbering the clients changes nothing.
         source: A plain description from which the command line can build the federation again.
+        inputs: The inputs that lie side by side in a row of x, where a module takes several; None where a row is one.
 
     Example:
         >>> fed = Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))])
@@ -46,6 +49,7 @@ class Federation:
     groups: Tensor | None = None
     ids: tuple[str, ...] | None = None
     source: dict[str, Any] = field(default_factory=dict)
+    inputs: Inputs | None = None
 
     def __post_init__(self) -> None:
         m = len(self.train.offsets) - 1
@@ -60,6 +64,9 @@ class Federation:
                 raise ValueError(f"Federation: {name} is given for {len(given)} clients, but there are {m}")
         if self.ids is not None and len(set(self.ids)) < m:
             raise ValueError(f"Federation: two clients are called '{Counter(self.ids).most_common(1)[0][0]}'")
+        shape = tuple(self.train.x.shape[1:])
+        if self.inputs is not None and shape != (self.inputs.width,):
+            raise ValueError(f"Federation: rows have shape {shape}, but inputs take {self.inputs.width} numbers apart")
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -67,31 +74,48 @@ class Federation:
     @classmethod
     def from_clients(
         cls,
-        train: Sequence[tuple[Array, Array | None]],
-        test: Sequence[tuple[Array, Array | None]] | None = None,
+        train: Sequence[Given],
+        test: Sequence[Given] | None = None,
         groups: Array | Sequence[int] | None = None,
         ids: Sequence[str] | None = None,
         source: dict[str, Any] | None = None,
     ) -> Federation:
-        """A federation from one (x, y) pair per client; float64 becomes float32. y is None for unlabelled points.
+        """A federation from what users have of each client; float64 becomes float32.
+
+        A client is one of these:
+
+        - a pair (x, y) of arrays; y is None for unlabelled points. x may be a tuple or a dict of arrays, which are the
+          inputs of a module by position or by keyword;
+        - a dict of arrays, with targets under "labels", "label", "y", "target" or "targets";
+        - a `torch.utils.data.Dataset` whose items are (x, y), (x1, x2, …, y) or such dicts;
+        - a `torch.utils.data.DataLoader` with such batches. How it shuffles makes no difference.
+
+        Args:
+            train: One per client.
+            test: The same for the rows to score on.
+            groups: The true group of every client.
+            ids: The clients' names.
+            source: From what the command line can build the federation again.
 
         Raises:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
         """
         names = tuple(str(i) for i in ids) if ids is not None else None
-        own = list(take_in(train, lambda i: client_name(i, names), "rows"))
-        if not own:
+        reader, name = Reader(), lambda i: client_name(i, names)
+        own = _packed(take_in(one_per_client(train, "train"), name, "rows", reader.read))
+        if own is None:
             raise ValueError("Federation: there must be at least one client, got 0")
-        tests = list(take_in(test or (), lambda i: client_name(i, names), "test rows", like=own[0].x))
+        own_tests = one_per_client(test, "test") or ()
+        tests = _packed(take_in(own_tests, name, "test rows", reader.read, like=(own.x, own.y)))
         truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
-        return cls(Packed.of(own), Packed.of(tests) if tests else None, truth, names, source or {})
+        return cls(own, tests, truth, names, source or {}, reader.inputs)
 
     @classmethod
     def create(
         cls,
         path: str | Path,
-        train: Iterable[Client],
-        test: Iterable[Client] | None = None,
+        train: Iterable[Given],
+        test: Iterable[Given] | None = None,
         groups: Iterable[int] | None = None,
         ids: Iterable[str] | None = None,
     ) -> Federation:
@@ -102,7 +126,7 @@ class Federation:
 
         Args:
             path: The folder, which must not be there yet.
-            train: A pair (x, y) per client, or pieces of many clients each, which are written faster.
+            train: What `from_clients` takes per client, or pieces of many clients each, which are written faster.
             test: The same for the rows to score on.
             groups: The true group of every client.
             ids: The clients' names.
@@ -130,7 +154,7 @@ class Federation:
         Raises:
             ValueError: The folder holds none, or a file of it is missing or cut short; says in which client it ends.
         """
-        return cls(*mapped.read(Path(path)), source={"name": "mapped", "path": str(path)})
+        return cls(**mapped.read(Path(path))._asdict(), source={"name": "mapped", "path": str(path)})
 
     def name(self, i: int) -> str:
         """What client i is called in messages."""
@@ -160,6 +184,7 @@ class Federation:
             self.test and Packed.of([self.test.client(i) for i in keep]),
             None if self.groups is None else self.groups[keep],
             tuple(str(i) if self.ids is None else self.ids[i] for i in keep),
+            inputs=self.inputs,
         )
 
     def map(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], **source: Any) -> Federation:
@@ -177,6 +202,12 @@ class Federation:
             for first, piece in part.pieces(CHECKED) if part else ():
                 if fault := _fault(task, piece):
                     raise ValueError(f"{self.name(first + fault[0])}: {where}{fault[1]}")
+
+
+def _packed(clients: Iterable[Packed]) -> Packed | None:
+    """All clients in one piece; None if there is none. Their own pieces are not kept."""
+    own = list(clients)
+    return Packed.of(own) if own else None
 
 
 def _number(name: str) -> int:

@@ -1,6 +1,7 @@
 """A federation as a folder of plain arrays: written piece by piece, mapped into memory when it is read.
 
-federation.json   the header: format version, number of clients and rows, and the type and shape of a row
+federation.json   the header: format version, number of clients and rows, and the type and shape of a row,
+                  and of each of its inputs if there are several
 train.x, train.y  the rows of all clients one after the other, as raw numbers
 train.offsets     the row at which each client begins, and the end: m + 1 integers of 8 bytes
 test.…            the same for test rows, if there are any
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.storage.packed import PIECE, Client, Name, Packed, check_rows, client_name, take_in
+from coterie.storage.clients import Given, Reader, one_per_client
+from coterie.storage.inputs import Inputs
+from coterie.storage.packed import PIECE, Name, Packed, check_rows, client_name, take_in
 from coterie.storage.pages import Pages
 
 VERSION = 1
@@ -34,12 +37,13 @@ WHOLE = {"dtype": "int64", "shape": []}  # offsets and groups
 
 
 class Contents(NamedTuple):
-    """The content of a folder: training and test rows, true groups and names of the clients."""
+    """The content of a folder: training and test rows, groups and names of the clients, and the inputs of a row."""
 
     train: Packed
     test: Packed | None
     groups: Tensor | None
     ids: tuple[str, ...] | None
+    inputs: Inputs | None
 
 
 @contextmanager
@@ -65,8 +69,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def write(
     folder: Path,
-    train: Iterable[Client],
-    test: Iterable[Client] | None,
+    train: Iterable[Given],
+    test: Iterable[Given] | None,
     groups: Iterable[int] | None,
     ids: Iterable[str] | None,
 ) -> None:
@@ -84,11 +88,14 @@ def write(
     def name(i: int) -> str:
         return client_name(i, names)
 
+    reader = Reader()
+    train, test = one_per_client(train, "train"), one_per_client(test, "test")
     named = train if ids is None else _naming(train, iter(ids), names)
-    own = _write_rows(folder, "train", take_in(named, name, "rows"), name)
-    header: dict[str, Any] = {"train": own, "test": None, "groups": None, "ids": None}
+    own = _write_rows(folder, "train", take_in(named, name, "rows", reader.read), name)
+    inputs = reader.inputs and reader.inputs.plain()
+    header: dict[str, Any] = {"train": own, "test": None, "groups": None, "ids": None, "inputs": inputs}
     if test is not None:
-        clients = take_in(test, name, "test rows", like=_empty(own["x"]))
+        clients = take_in(test, name, "test rows", reader.read, like=(_empty(own["x"]), _empty(own["y"])))
         header["test"] = _write_rows(folder, "test", clients, name)
     if groups is not None:
         values = np.fromiter(groups, np.int64)
@@ -124,12 +131,13 @@ def read(path: Path) -> Contents:
         groups = None
         if header["groups"] is not None:
             groups, _ = _array(path / GROUPS, WHOLE, header["groups"], lambda row: client_name(row, ids))
+        inputs = Inputs.from_plain(header["inputs"]) if header.get("inputs") else None
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / HEADER} does not describe a federation ({error!r})") from error
-    return Contents(train, test, groups, ids)
+    return Contents(train, test, groups, ids, inputs)
 
 
-def _naming(clients: Iterable[Client], ids: Iterator[str], names: list[str]) -> Iterator[Client]:
+def _naming(clients: Iterable[Given], ids: Iterator[str], names: list[str]) -> Iterator[Given]:
     """Read each client's name together with its rows, so that an error message can name the client."""
     for given in clients:
         many = len(given.offsets) - 1 if isinstance(given, Packed) else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -106,7 +106,9 @@ class Packed(NamedTuple):
         return cls(torch.as_tensor(x), torch.as_tensor(y), torch.tensor([0, len(x)]))
 
 
+Pair = tuple[Tensor, Tensor]  # rows and their targets
 Client = tuple[Array, Array | None] | Packed  # one client's (x, y), with None if y is unknown, or many clients
+Read = Callable[[Any, str, str], Sequence[Pair]]  # one client's rows in pieces, from what a user passes and its name
 
 
 def client_name(i: int, names: Sequence[str] | None) -> str:
@@ -119,16 +121,15 @@ def client_name(i: int, names: Sequence[str] | None) -> str:
     return f"client {i}" if names is None or i >= len(names) else f"client '{names[i]}'"
 
 
-def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | None = None) -> Iterator[Packed]:
+def take_in(clients: Iterable[Any], name: Name, what: str, read: Read, like: Pair | None = None) -> Iterator[Packed]:
     """Yield the clients that a user passes, after checking that their types and shapes agree with the first one's.
 
-    If y is None, which means that the targets are unknown, it becomes -1 for all rows.
-
     Args:
-        clients: The clients, each a pair (x, y) or a piece of several clients.
+        clients: The clients, each in any form that `read` takes.
         name: Returns the name of client i, for messages.
         what: What messages call the rows: "rows" or "test rows".
-        like: Rows whose type and shape the x of every client must have; None takes the first client's.
+        read: Returns the rows and targets of one client, in pieces: see `coterie.storage.clients.Reader.read`.
+        like: Rows whose type and shape the x of every client must have, with targets; None takes the first client's.
 
     Raises:
         ValueError: A client does not agree with the first; the message names it.
@@ -136,20 +137,37 @@ def take_in(clients: Iterable[Client], name: Name, what: str, like: Tensor | Non
     i, targets = 0, None
     for given in clients:
         who = name(i)
-        x, y = _pair(given, who, what)
-        like, targets = x if like is None else like, y if targets is None else targets
+        x, y = _whole(read(given, who, what), like, who, what)
+        like, targets = (x, y) if like is None else like, y if targets is None else targets
         if y.dtype != targets.dtype or y.shape[1:] != targets.shape[1:]:
             raise ValueError(f"{who}: its targets are {_kind(y)}, those of {name(0)} {_kind(targets)}")
         if len(x) != len(y):
             raise ValueError(f"{who}: has {len(x)} {what} of x but {len(y)} of y")
-        if x.shape[1:] != like.shape[1:]:
-            shapes = tuple(x.shape[1:]), tuple(like.shape[1:])
-            raise ValueError(f"{who}: its {what} have shape {shapes[0]}, the rows of {name(0)} {shapes[1]}")
-        if x.dtype != like.dtype:
-            raise ValueError(f"{who}: its {what} are {x.dtype}, the rows of {name(0)} {like.dtype}")
+        if x.shape[1:] != (shape := like[0].shape[1:]):
+            raise ValueError(f"{who}: its {what} have shape {tuple(x.shape[1:])}, the rows of {name(0)} {tuple(shape)}")
+        if x.dtype != like[0].dtype:
+            raise ValueError(f"{who}: its {what} are {x.dtype}, the rows of {name(0)} {like[0].dtype}")
         piece = Packed(x, y, _offsets(given, who)) if isinstance(given, Packed) else Packed.one(x, y)
         yield piece
         i += len(piece.offsets) - 1
+
+
+def as_pair(given: Client, who: str, what: str) -> Pair:
+    """Return the rows and targets that a user passes as tensors; unknown targets become -1 for all rows.
+
+    Args:
+        given: A pair (x, y), of which y may be None, or a piece of several clients.
+        who: The name of the client, for messages.
+        what: What messages call the rows: "rows" or "test rows".
+
+    Raises:
+        ValueError: It is no pair of arrays; names the client.
+    """
+    if not isinstance(given, Packed) and (not isinstance(given, tuple | list) or len(given) != 2):
+        kinds = "a pair (x, y), a dict of arrays, a Dataset or a DataLoader"
+        raise ValueError(f"{who}: its {what} must be {kinds}, got {_what(given)}")
+    x, y = _tensor(given[0], who, what), given[1]
+    return x, torch.full((len(x),), -1) if y is None else _labels(_tensor(y, who, what))
 
 
 def check_rows(rows: Packed, part: str, name: Name) -> None:
@@ -192,12 +210,21 @@ def _tensor(values: Array, name: str, what: str) -> Tensor:
     return t.float() if t.dtype == torch.float64 else t
 
 
-def _pair(given: Client, who: str, what: str) -> tuple[Tensor, Tensor]:
-    """Return a client's rows and targets, with a target of -1 for each row if the targets are unknown."""
-    if not isinstance(given, Packed) and (not isinstance(given, tuple | list) or len(given) != 2):
-        raise ValueError(f"{who}: its {what} must be a pair (x, y), of which y may be None, got {_what(given)}")
-    x, y = _tensor(given[0], who, what), given[1]
-    return x, torch.full((len(x),), -1) if y is None else _labels(_tensor(y, who, what))
+def _whole(pieces: Sequence[Pair], like: Pair | None, who: str, what: str) -> Pair:
+    """Return the rows and targets of one client; of a client without any, no rows of the others' kind."""
+    if not pieces:
+        if like is None:
+            raise ValueError(f"{who}: has no train rows, needs at least 1")
+        return like[0][:0], like[1][:0]
+    x, y = zip(*pieces, strict=True)
+    return _end_to_end(x, f"{who}: its {what}"), _end_to_end(y, f"{who}: its targets")
+
+
+def _end_to_end(parts: tuple[Tensor, ...], which: str) -> Tensor:
+    shapes = list(dict.fromkeys(tuple(part.shape[1:]) for part in parts))
+    if len(shapes) > 1:
+        raise ValueError(f"{which} have shape {shapes[0]} in one batch and {shapes[1]} in another")
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _what(given: object) -> str:
