@@ -11,7 +11,8 @@ import coterie as ct
 from coterie.core.key import Key
 from coterie.core.step import ClientStep, Reply, client_step
 from coterie.engines import ENGINES, simulated
-from coterie.engines.errors import StepError, is_refusal
+from coterie.core.refusal import is_refusal
+from coterie.engines.errors import StepError
 
 every_engine = pytest.mark.parametrize("executor", list(ENGINES))
 

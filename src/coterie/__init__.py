@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names are found as `__getattr__` says
     from coterie import data, models, testing
     from coterie.core.federation import Federation
+    from coterie.core.optimisers import SGD, Adam, AdamW, Yogi
     from coterie.core.registry import register
     from coterie.core.task import Task
     from coterie.core.uplink import Quantise
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.mixed_regression import MixedRegression
     from coterie.methods.moment_descent import MomentDescent
     from coterie.methods.uifca import UIFCA, Disturbed
+    from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
     from coterie.runs.diagnosis import Diagnosis, diagnose
     from coterie.runs.evaluate import Scores
@@ -71,4 +73,5 @@ def __dir__() -> list[str]:
 
 def _registered() -> dict[str, type]:
     known = importlib.import_module("coterie.core.registry").known
-    return {cls.__name__: cls for kind in ("method", "start", "uplink") for cls in known(kind).values()}
+    kinds = ("method", "start", "optimiser", "schedule", "uplink")
+    return {cls.__name__: cls for kind in kinds for cls in known(kind).values()}

@@ -9,6 +9,8 @@ def check_labels(out: Tensor, y: Tensor) -> str | None:
     """Labels of a classifier: one of its classes per row."""
     if y.is_floating_point() or y.dim() != 1:
         return f"labels must be whole numbers, one per row, got {y.dtype} of shape {tuple(y.shape)}"
+    if out.dim() != 2:
+        return f"the model must give one logit per class for every row, got outputs of shape {tuple(out.shape[1:])}"
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= out.shape[-1]:
         return f"labels run from {low} to {high}, but the model has classes 0 to {out.shape[-1] - 1}"
@@ -36,6 +38,7 @@ def check_targets(out: Tensor, y: Tensor) -> str | None:
     """Targets of a regression: real numbers, as many per row as outputs."""
     if not y.is_floating_point():
         return f"targets of a regression must be floating point, got {y.dtype}"
-    if out.shape[1:] != y.shape[1:] and (out.shape[1:] != (1,) or y.dim() > 1):
+    single = {out.shape[1:], y.shape[1:]} <= {(), (1,)}
+    if out.shape[1:] != y.shape[1:] and not single:
         return f"the model gives outputs of shape {tuple(out.shape[1:])}, the targets have {tuple(y.shape[1:])}"
     return None

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch import Tensor
+from torch.func import grad, vmap
 
 from coterie.core.key import Key
 from coterie.core.pytree import Params, flat
@@ -20,17 +20,21 @@ if TYPE_CHECKING:
     from coterie.core.task import Task
 
 
-def features_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """φ of a module with one output: rows (n, …) to features (n, d), in the order of its parameters."""
-    shapes = {name: p.shape for name, p in module.named_parameters()}
+def features_of(output: Callable[[Params, Tensor], Tensor], like: Callable[[], Params]) -> Callable[[Tensor], Tensor]:
+    """φ of a model with one output: rows (n, …) to features (n, d), in the order of its parameters.
+
+    Args:
+        output: `output(params, x)` of the model.
+        like: Parameters of the right shapes.
+    """
 
     def phi(x: Tensor) -> Tensor:
-        zero = {name: x.new_zeros(shape) for name, shape in shapes.items()}
+        zero = {name: x.new_zeros(p.shape) for name, p in like().items()}
 
-        def output(params: Params, row: Tensor) -> Tensor:
-            return functional_call(module, params, (row[None],)).reshape(())
+        def of_row(params: Params, row: Tensor) -> Tensor:
+            return output(params, row[None]).reshape(())
 
-        return flat(vmap(grad(output), in_dims=(None, 0))(zero, x))
+        return flat(vmap(grad(of_row), in_dims=(None, 0))(zero, x))
 
     return phi
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from coterie.core.losses import cross_entropy, squared_error
+from coterie.core.module import PureModule
 from coterie.core.pytree import Params
 
 
@@ -83,15 +83,15 @@ def _split(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tenso
         out, z = module(x), torch.nn.functional.linear(x.flatten(1), layer.weight, layer.bias)
         after = _replaced(module, name, _Given(z))
         same = torch.equal(after(x), out) and torch.equal(after(x.flip(0) + 1), out)
-    if not same or _tied(module, layer):
+    if not same or _tied(module, layer) or not all(p.requires_grad for p in layer.parameters()):
         return None
     squared = loss is squared_error and _is_nothing(after, x, z.shape)
     head = _head(after, x, z.shape) if loss is cross_entropy else None
-    skeleton = after.to("meta")
+    pure = PureModule(after)
 
     def rest_loss(rest: Params, z: Tensor, y: Tensor) -> Tensor:
         anything = z.new_zeros(()).expand(len(z), *x.shape[1:])  # the stand-in does not look at it
-        return loss(functional_call(skeleton, {**rest, f"{prefix}z": z}, (anything,)), y)
+        return loss(pure({**rest, f"{prefix}z": z}, (anything,), {}, z.new_ones(len(z))), y)
 
     bias = f"{prefix}bias" if layer.bias is not None else None
     return FirstLinear(f"{prefix}weight", bias, rest_loss, head, squared)
@@ -134,7 +134,7 @@ def _head(after: nn.Module, x: Tensor, shape: torch.Size) -> Head | None:
     rest = {n: p for n, p in after.named_parameters() if n.rpartition(".")[2] != "z"}
     weight = next((n for n, p in rest.items() if p.dim() == 2 and p.shape[1] == shape[1]), None)
     bias = next((n for n, p in rest.items() if p.dim() == 1 and weight and len(p) == len(rest[weight])), None)
-    if len(rest) != 2 or weight is None or bias is None:
+    if len(rest) != 2 or weight is None or bias is None or not all(p.requires_grad for p in rest.values()):
         return None
     with torch.no_grad():
         for z, out in _outputs(after, x, shape):

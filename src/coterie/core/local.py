@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,12 @@ from torch.func import grad_and_value, vmap
 
 from coterie.core.adam import Moving
 from coterie.core.key import Key
+from coterie.core.optimisers import PLAIN, Moments, Optimiser
 from coterie.core.pytree import Params, flat, leaves, stack, tree_map, unflat
+from coterie.core.refusal import is_refusal
 from coterie.core.task import Data, Task
 
+NONE: Params = {}
 _ROWS = 2  # stream under a client's key
 
 
@@ -54,31 +57,90 @@ def hold_out(n: int, share: float, key: Key) -> tuple[Tensor, Tensor]:
     return order[: int(share * n)], order[int(share * n) :]
 
 
-def local_update(
-    task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None = None, prox: float = 0.0
-) -> tuple[Params, Tensor]:
-    """LocalUpdate(θ, γ, τ) of IFCA's Algorithm 1 (lines 18-21): τ steps of (stochastic) gradient descent.
+class Updated(NamedTuple):
+    """What local training gives."""
 
-    Returns the last model, and the mean loss of the first one on the rows of the first step.
+    theta: Params
+    loss: Tensor  # of the first model, on the rows of the first step
+    moments: Moments  # what the optimiser remembers
+
+
+def local_update(
+    task: Task,
+    theta: Params,
+    data: Data,
+    *,
+    lr: Tensor,
+    tau: int,
+    batches: Tensor | None = None,
+    prox: float = 0.0,
+    optimiser: Optimiser = PLAIN,
+    clip: float | None = None,
+    moments: Moments | None = None,
+    noise: Tensor | None = None,
+    ragged: bool = False,
+) -> Updated:
+    """LocalUpdate(θ, γ, τ) of IFCA's Algorithm 1 (lines 18-21): τ steps of (stochastic) gradient descent.
 
     Args:
         task: Gives the loss.
         theta: The model to start from.
         data: The client's rows.
         lr: The step size γ.
-        tau: The number of steps τ.
+        tau: The number of steps τ; with `batches`, one is taken for each.
         batches: Row numbers of every step's minibatch (τ, size); None takes all rows each time.
         prox: FedProx's μ: adds μ/2 ‖θ - θ⁽⁰⁾‖² to the loss.
+        optimiser: How to step.
+        clip: The length to which longer gradients are shortened.
+        moments: What the optimiser remembers; None begins anew.
+        noise: The seed of dropout; None trains as it scores.
+        ragged: Whether batches may be without rows, which make no step: where clients are stacked, those with fewer
+            steps are padded.
     """
-    start, first = theta, torch.zeros(())
-    for q in range(tau):
+    trained, buffers = _apart(task, theta)
+    start, first = trained, torch.zeros(())
+    moments = optimiser.begin(trained) if moments is None else moments
+    for q in range(tau if batches is None else len(batches)):
         batch = data if batches is None else pick(data, batches[q])
-        gradient, loss = gradient_of(lambda p, batch=batch: mean_loss(task, p, batch), theta)
+        gradient, loss, moved = training_gradient(task, trained, buffers, batch, None if noise is None else noise + q)
         first = loss if q == 0 else first
         if prox:
-            gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, theta, start)
-        theta = tree_map(lambda p, g: torch.addcmul(p, g, lr, value=-1), theta, gradient)  # p - lr · g
-    return theta, first
+            gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, trained, start)
+        gradient = gradient if clip is None else clipped(gradient, clip)
+        now = optimiser.step(trained, gradient, moments, lr), {**buffers, **moved}
+        if ragged and batches is not None:
+            some = (batches[q] >= 0).any()
+            now = tree_map(lambda a, b, some=some: torch.where(some, a, b), now, ((trained, moments), buffers))
+        (trained, moments), buffers = now
+    return Updated({**theta, **trained, **buffers}, first, moments)
+
+
+def training_gradient(
+    task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
+) -> tuple[Params, Tensor, Params]:
+    """The gradient of the mean loss in training, the loss, and what has become of the buffers."""
+
+    def loss(params: Params) -> tuple[Tensor, Params]:
+        whole = {**params, **buffers}
+        if task.train is None or noise is None:
+            return mean_loss(task, whole, rows), {}
+        each, moved = task.train(whole, rows, noise)
+        return (each * rows.mask).sum() / rows.mask.sum().clamp(min=1), moved
+
+    return gradient_and_more(loss, trained)
+
+
+def clipped(gradient: Params, length: float) -> Params:
+    """A gradient no longer than `length`, as `torch.nn.utils.clip_grad_norm_` does it."""
+    norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+    factor = (length / (norm + 1e-6)).clamp(max=1)
+    return tree_map(lambda g: g * factor, gradient)
+
+
+def _apart(task: Task, theta: Params) -> tuple[Params, Params]:
+    """The parameters that are trained, and the buffers that move with them."""
+    moving = task.moving
+    return {n: p for n, p in theta.items() if n not in moving}, {n: theta[n] for n in moving if n in theta}
 
 
 def adam_update(task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None) -> Params:
@@ -93,32 +155,53 @@ def adam_update(task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, 
 
 def gradient_of(function: Callable[[Params], Tensor], theta: Params) -> tuple[Params, Tensor]:
     """The gradient of a function, and its value."""
+    gradient, value, _ = gradient_and_more(lambda p: (function(p), ()), theta)
+    return gradient, value
+
+
+def gradient_and_more(function: Callable[[Params], tuple[Tensor, Any]], theta: Params) -> tuple[Params, Tensor, Any]:
+    """The gradient of the first of two values, and both."""
     if peek_interpreter_stack() is not None:  # inside vmap
-        return grad_and_value(function)(theta)
+        gradient, (value, more) = grad_and_value(function, has_aux=True)(theta)
+        return gradient, value, more
     own = {n: p.detach().requires_grad_() for n, p in theta.items()}  # outside of it, this is faster
     with torch.enable_grad():
-        value = function(own)
+        value, more = function(own)
         found = torch.autograd.grad(value, list(own.values()), materialize_grads=True)
-    return dict(zip(own, found, strict=True)), value.detach()
+    return dict(zip(own, found, strict=True)), value.detach(), tree_map(torch.detach, more)
 
 
 def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`vmap` over models; those with convolutions go one after another, for vmap would group them, which is slow."""
+    """`vmap` over models. Where vmap cannot batch one, or has to group convolutions, which is slow: one by one."""
 
     def every(*args: Any) -> Any:
         if not any(x.dim() > 4 for x in leaves(args[0])):
-            return vmap(function)(*args)
+            try:
+                return vmap(function)(*args)
+            except RuntimeError as error:
+                if not is_refusal(error):
+                    raise
         models = range(len(leaves(args[0])[0]))
         return stack([function(*tree_map(lambda x, i=i: x[i], args)) for i in models])
 
     return every
 
 
-def nearest(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
+def model_losses(task: Task, theta: Params, data: Data, personal: Params) -> Tensor:
+    """F(θ_j) on these rows of models stacked (k, …), with what a client keeps of them to itself: (k,)."""
+    return each_model(lambda t: mean_loss(task, {**t, **personal}, data))(theta)
+
+
+def nearest(task: Task, theta: Params, data: Data, personal: Params = NONE) -> tuple[Tensor, Tensor]:
     """Argmin over j of F(θ_j) on these rows, and that loss, for models stacked (k, …)."""
-    losses = vmap(lambda t: mean_loss(task, t, data))(theta)
+    losses = model_losses(task, theta, data, personal)
     j = losses.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin()  # nobody chooses a model that has diverged
     return j, losses.index_select(0, j.reshape(1))[0]
+
+
+def personal_of(memory: Any) -> Params:
+    """What a client keeps of its model to itself, from what it remembers; empty if nothing."""
+    return memory.get("personal", {}) if isinstance(memory, dict) else {}
 
 
 def each_nearest(task: Task, theta: Params, data: Data) -> Tensor:

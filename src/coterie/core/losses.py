@@ -16,5 +16,6 @@ def word_cross_entropy(out: Tensor, y: Tensor) -> Tensor:
 
 
 def squared_error(out: Tensor, y: Tensor) -> Tensor:
-    """(y - f(x))², summed over the outputs; a single output may come with targets of shape (n,)."""
-    return (out.reshape(y.shape) - y).square().flatten(1).sum(1) if y.dim() > 1 else (out[..., 0] - y).square()
+    """(y - f(x))², summed over the outputs; of a single output, it or the targets may be of shape (n,) or (n, 1)."""
+    off = (out.reshape(y.shape) - y).square()
+    return off.flatten(1).sum(1) if y.dim() > 1 else off

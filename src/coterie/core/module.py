@@ -1,81 +1,328 @@
-"""Modules as pure functions: how they are drawn anew, what they keep fixed, and which a federation cannot use."""
+"""Modules as pure functions: how they are drawn anew, which of their tensors are trained, and which cannot be used."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
 
+from coterie.core.forward import Pass, Randomness
+from coterie.core.key import Key
 from coterie.core.pytree import Params
 
+BatchNorm = Literal["average", "local"]
+Init = Literal["random", "module"]
 
-def builder(module: nn.Module | Callable[[], nn.Module]) -> Callable[..., nn.Module]:
-    """A function of a seed that returns the module with freshly drawn parameters."""
-    if not isinstance(module, nn.Module):
-        return _leaving_the_generator_alone(module)
-    for name, layer in module.named_modules():
-        if list(layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters"):
-            raise ValueError(
-                f"Task: layer '{name or name_of(layer)}' has parameters but no reset_parameters(), so it cannot be "
-                "drawn anew; pass a function that builds the module instead"
-            )
-
-    def build() -> nn.Module:
-        fresh = copy.deepcopy(module)
-        for layer in fresh.modules():
-            if callable(reset := getattr(layer, "reset_parameters", None)):
-                reset()
-        return fresh
-
-    return _leaving_the_generator_alone(build)
+_PROBE = torch.tensor(1)  # a seed for trying a module out
+_FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
-def _leaving_the_generator_alone(build: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
-    """Layers draw from the global generator only: seed it if asked, and put it back as it was."""
+class Kinds(NamedTuple):
+    """The names of a module's parameters and buffers, by what a federation does with them."""
 
-    def quiet(seed: int | None = None) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
-            return build()
-
-    return quiet
+    trained: tuple[str, ...]  # parameters: trained, sent, averaged
+    carried: tuple[str, ...]  # buffers that move in training: sent and averaged
+    personal: tuple[str, ...]  # those of BatchNorm that never leave a client (FedBN)
+    fixed: tuple[str, ...]  # frozen parameters and all other buffers: nobody sends them
 
 
-class Constants:
-    """A module's buffers, of which a federation assumes that they never change."""
+class PureModule:
+    """A module as a function of its parameters.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._on = {torch.device("cpu"): {name: x.detach().clone() for name, x in module.named_buffers()}}
+    Args:
+        module: With real parameters. Those of `requires_grad` False stay as they are.
+        batch_norm: "average": BatchNorm's parameters and statistics are averaged as all others. "local" (FedBN): every
+            client keeps its own.
+        carry: Names of buffers that move in training, besides those of torch's own layers.
+    """
 
-    def on(self, device: torch.device) -> Params:
-        """The buffers on a device, brought there once."""
-        if device not in self._on:
-            self._on[device] = {name: x.to(device) for name, x in self._on[torch.device("cpu")].items()}
-        return self._on[device]
+    def __init__(self, module: nn.Module, batch_norm: BatchNorm = "average", carry: Sequence[str] = ()) -> None:
+        _check_layers(module)
+        self.name = name_of(module)
+        self.kinds = _kinds(module, batch_norm, carry)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.aliases = _aliases(module, own)
+        self._values = _OnDevices({n: own[n].detach().clone() for n in (*self.kinds.fixed, *self.kinds.personal)})
+        self._module = copy.deepcopy(module)
+        self._training = _uncounted(copy.deepcopy(module).train()).to("meta")
+        self._scoring = _uncounted(_scoring(module)).to("meta")
+        self._counters = {n for n, _ in module.named_buffers()} - {n for n, _ in self._training.named_buffers()}
+        self._norms = any(isinstance(layer, _BatchNorm) for layer in module.modules())
+        buffers = dict(module.named_buffers())
+        self.moving = tuple(n for n in (*self.kinds.carried, *self.kinds.personal) if n in buffers)
+        self.moves: bool | None = None  # whether training differs from scoring; None until it was tried
 
-    def changed(self, module: nn.Module) -> str | None:
-        """Which buffer of a module has changed, if any."""
-        own = self.on(torch.device("cpu"))
-        for name, x in module.named_buffers():
-            if not torch.equal(x, own[name]):
-                return f"{name_of(module)} changes its buffer '{name}', which a federation cannot average"
+    # --- the function -----------------------------------------------------------------------------------------------
+
+    def __call__(self, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor) -> Tensor:
+        """The output as it is scored: no dropout, running statistics."""
+        state = self._used(params, mask.device)
+        # Only BatchNorm looks at other rows, and only where it has no statistics.
+        alone = any(n not in params for n in self.kinds.personal)
+        with Pass(mask, None, batch_statistics=alone) if self._norms else nullcontext():
+            return output_of(functional_call(self._scoring, state, args, kwargs, tie_weights=False))
+
+    def train(
+        self, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Params]:
+        """The output as it is trained, and what the pass made of the buffers that move.
+
+        Args:
+            params: The parameters.
+            args: The rows.
+            kwargs: More of them, by name.
+            mask: 1 for a real row (n,).
+            seed: Dropout masks follow from it.
+        """
+        state = self._used(params, mask.device)
+        # A copy for each client, also where vmap stacks them: buffers may be written to.
+        state |= {n: state[n] + 0 * mask.sum() for n in self.moving}
+        before = {n: state[n] for n in self.moving}
+        with Pass(mask, seed) as own:
+            out = output_of(functional_call(self._training, state, args, kwargs, tie_weights=False))
+        return out, {n: own.moved.get(id(before[n]), state[n]) for n in self.moving}
+
+    def _state(self, params: Params, device: torch.device) -> Params:
+        """All tensors of the module."""
+        state = {**self._values.on(device), **params}
+        return {**state, **{alias: state[name] for alias, name in self.aliases.items()}}
+
+    def _used(self, params: Params, device: torch.device) -> Params:
+        """All that the function uses."""
+        return {n: x for n, x in self._state(params, device).items() if n not in self._counters}
+
+    @property
+    def personal(self) -> Params:
+        """What a client begins with of what never leaves it."""
+        return {n: self._values.on(torch.device("cpu"))[n] for n in self.kinds.personal}
+
+    # --- what is left of it -----------------------------------------------------------------------------------------
+
+    def state_dict(self, params: Params) -> Params:
+        """A model as the module's own `load_state_dict` takes it: with frozen parameters, buffers and tied names."""
+        state = self._state(params, torch.device("cpu"))
+        return {n: state[n].detach().cpu().clone() for n in self._module.state_dict()}
+
+    def loaded(self, params: Params) -> nn.Module:
+        """The module with these parameters, for scoring."""
+        module = copy.deepcopy(self._module)
+        module.load_state_dict(self.state_dict(params))
+        return module.eval()
+
+    def fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What is wrong with a module that can be called, tried on a row; None if nothing is."""
+        for module in (self._module.eval(), self._module.train()):
+            trial, rows = copy.deepcopy(module), torch.ones(len(_first(args, kwargs)))
+            with torch.no_grad(), Pass(rows, _PROBE if module.training else None) as own, Randomness() as random:
+                trial(*args, **kwargs)
+            if random.drawn:
+                return (
+                    f"{self.name} draws random numbers by {random.drawn[0]} inside the model, which cannot be "
+                    "repeated; of such layers and functions only dropout is possible"
+                )
+            moved = self._moved(trial)
+            if module.training:
+                self.moves = bool(own.used or moved or self.kinds.carried or self.kinds.personal)
+            for name in moved:
+                if name not in (*self.kinds.carried, *self.kinds.personal):
+                    return f"{self.name} changes its buffer '{name}'; carry=('{name}',) has it sent and averaged"
         return None
 
+    def _moved(self, module: nn.Module) -> list[str]:
+        """The floating-point buffers of which a pass has made something else."""
+        before = dict(self._module.named_buffers())
+        now = {n: x for n, x in module.named_buffers() if x.is_floating_point()}
+        return [n for n, x in now.items() if n in before and not torch.equal(x, before[n])]
 
-def refuse(module: nn.Module) -> None:
-    """Refuse layers that mix the rows of a batch, or draw random numbers."""
+
+class _OnDevices:
+    """Tensors that never change, brought to each device once."""
+
+    def __init__(self, values: Params) -> None:
+        self._on = {torch.device("cpu"): values}
+
+    def on(self, device: torch.device) -> Params:
+        if device not in self._on:
+            self._on[device] = {n: x.to(device) for n, x in self._on[torch.device("cpu")].items()}
+        return self._on[device]
+
+
+def _kinds(module: nn.Module, batch_norm: BatchNorm, carry: Sequence[str]) -> Kinds:
+    trained = [n for n, p in module.named_parameters() if p.requires_grad]
+    buffers = dict(module.named_buffers())
+    for name in carry:
+        if name not in buffers or not buffers[name].is_floating_point():
+            floats = ", ".join(n for n, x in buffers.items() if x.is_floating_point()) or "none"
+            raise ValueError(f"Task: carry names '{name}', but the buffers of floating point are: {floats}")
+    carried, personal = list(carry), []
+    for prefix, layer in module.named_modules():
+        names = [
+            f"{prefix}." * bool(prefix) + n for n, x in layer.named_buffers(recurse=False) if x.is_floating_point()
+        ]
+        if isinstance(layer, _BatchNorm):
+            own = [f"{prefix}." * bool(prefix) + n for n, _ in layer.named_parameters(recurse=False)]
+            (personal if batch_norm == "local" else carried).extend(names)
+            personal += own if batch_norm == "local" else []
+        elif isinstance(layer, _SpectralNorm):
+            carried += names
+    trained = [n for n in trained if n not in personal]
+    known = {*trained, *carried, *personal}
+    rest = [n for n, _ in (*module.named_parameters(), *module.named_buffers()) if n not in known]
+    return Kinds(tuple(trained), tuple(carried), tuple(personal), tuple(rest))
+
+
+def _aliases(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
+    """The other names of tensors that are used in several places, with the first name of each."""
+    first = {id(x): n for n, x in own.items()}
+    everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {n: first[id(x)] for n, x in everything if first[id(x)] != n}
+
+
+def _scoring(module: nn.Module) -> nn.Module:
+    """A copy for scoring. Attention keeps to its path of training: vmap cannot batch the one of evaluation."""
+    copied = copy.deepcopy(module).eval()
+    for layer in copied.modules():
+        if isinstance(layer, _FUSED_IN_EVALUATION):
+            layer.training = True
+        if isinstance(layer, nn.MultiheadAttention):
+            layer.dropout = 0.0
+    return copied
+
+
+def _uncounted(module: nn.Module) -> nn.Module:
+    """The module with BatchNorm layers that do not count their batches, which they need for no result."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.num_batches_tracked = None
+    return module
+
+
+def _check_layers(module: nn.Module) -> None:
+    """Refuse layers that a federation cannot repeat or average."""
     for name, layer in module.named_modules():
         where = f"Task: layer '{name}' ({name_of(layer)})" if name else f"Task: {name_of(layer)}"
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if any(is_lazy(x) for x in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))):
+            raise ValueError(f"{where} does not know its shape yet; call the module on some rows once")
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(f"{where} is for several processes that train one model; use BatchNorm")
+        if isinstance(layer, _BatchNorm) and layer.momentum is None:
+            raise ValueError(f"{where}: momentum=None, a plain mean over all batches, has no meaning over clients")
+        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            raise ValueError(f"{where}: track_running_stats is not possible in a federation; use GroupNorm")
+
+
+def output_of(out: Any) -> Tensor:
+    """The tensor that a module returns; of models in Hugging Face's style, its logits."""
+    if isinstance(out, Tensor):
+        return out
+    logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"it must return a tensor, or something with logits, not {type(out).__name__}")
+    return logits
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+# --- drawing modules anew -----------------------------------------------------------------------------------------
+
+
+class Maker:
+    """Makes modules of one kind.
+
+    Args:
+        module: A module, or a function that builds one.
+        init: "random": its layers are drawn anew, except what is frozen. "module": it is taken as it is.
+    """
+
+    def __init__(self, module: nn.Module | Callable[[], nn.Module], init: Init = "random") -> None:
+        if init not in ("random", "module"):
+            raise ValueError(f"Task: init must be 'random' or 'module', got {init!r}")
+        if not isinstance(module, nn.Module) and not callable(module):
+            raise ValueError(f"Task: module must be a torch.nn.Module or a function that builds one, got {module!r}")
+        self.same = init == "module"
+        self._module = module if isinstance(module, nn.Module) else None
+        self._build = module if self._module is None else self._copied
+        if self._module is not None and not self.same:
+            _check_resets(self._module)
+
+    def __call__(self, seed: int) -> nn.Module:
+        """A module; layers draw from the global generator only, which is seeded, and then put back as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = self._build()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"Task: the function must build a torch.nn.Module, but returned {type(made).__name__}")
+        return made
+
+    def init(self, key: Key) -> nn.Module:
+        """The module that a model begins as."""
+        return self(0 if self.same else key.seed())
+
+    def _copied(self) -> nn.Module:
+        assert self._module is not None  # else a function builds it
+        fresh = copy.deepcopy(self._module)
+        if not self.same:
+            frozen = {n: p.detach().clone() for n, p in fresh.named_parameters() if not p.requires_grad}
+            for layer in _children_first(fresh):
+                _reset(layer)
+            with torch.no_grad():
+                for name, value in frozen.items():
+                    fresh.get_parameter(name).copy_(value)
+        return fresh
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """All layers in their order, each after those that it consists of, as it was when they were built."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _resetter(layer: nn.Module) -> Callable[[], None] | None:
+    """The function that draws a layer's own parameters; torch's attention hides its."""
+    found = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def _reset(layer: nn.Module) -> None:
+    """Draw a layer's own parameters; of a parametrised one, those that give freshly drawn tensors."""
+    if not parametrize.is_parametrized(layer):
+        if (reset := _resetter(layer)) is not None:
+            reset()
+        return
+    bare, names = copy.deepcopy(layer), list(layer.parametrizations)  # pyright: ignore[reportArgumentType]
+    bare.__class__ = type(layer).__bases__[0]  # as it was before it was parametrised
+    del bare._modules["parametrizations"]
+    for name in names:
+        bare.register_parameter(name, nn.Parameter(getattr(layer, name).detach().clone()))
+    _reset(bare)
+    with torch.no_grad():
+        for name in names:
+            setattr(layer, name, getattr(bare, name).detach())
+        for name, p in layer.named_parameters(recurse=False):
+            p.copy_(getattr(bare, name))
+
+
+def _check_resets(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+        if own and _resetter(layer) is None and not isinstance(layer, parametrize.ParametrizationList):
             raise ValueError(
-                f"{where} mixes the rows of a batch and keeps statistics of them, which a federation cannot average; "
-                "use GroupNorm or LayerNorm in place of BatchNorm"
+                f"Task: layer '{name or name_of(layer)}' has parameters but no reset_parameters(), so it cannot be "
+                "drawn anew; pass a function that builds the module, or init='module' to begin with it as it is"
             )
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            raise ValueError(f"{where} draws random numbers inside the model; set p=0 or remove it")
 
 
 def outside(module: nn.Module, x: Tensor) -> str | None:

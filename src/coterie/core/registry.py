@@ -24,7 +24,7 @@ log = logging.getLogger("coterie")
 GROUP = "coterie.methods"
 BUILT_IN = ("coterie.methods", "coterie.runs.evaluate", "coterie.runs.diagnosis")  # modules that register classes
 
-Kind = Literal["method", "start", "uplink", "service"]
+Kind = Literal["method", "start", "optimiser", "schedule", "uplink", "service"]
 Class = TypeVar("Class", bound=type)
 
 _registered: dict[tuple[Kind, str], type] = {}
@@ -35,8 +35,8 @@ def register(name: str, kind: Kind = "method") -> Callable[[Class], Class]:
 
     Args:
         name: As it is written in a configuration.
-        kind: "method"; "start", a way to find the first models; "uplink", a change of replies; or "service", which has
-            client steps but is no choice of the user's.
+        kind: "method"; "start", a way to find the first models; "optimiser" or "schedule", of training; "uplink", a
+            change of replies; or "service", which has client steps but is no choice of the user's.
     """
 
     def decorate(cls: Class) -> Class:

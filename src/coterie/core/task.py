@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from coterie.core.checks import check_density, check_labels, check_targets, check_words
 from coterie.core.features import features_of
-from coterie.core.first_layer import FirstLinear, split_first_linear
+from coterie.core.first_layer import FirstLinear
 from coterie.core.key import Key
 from coterie.core.losses import cross_entropy, squared_error, word_cross_entropy
-from coterie.core.module import Constants, builder, name_of, outside, refuse
-from coterie.core.pytree import Params, leaves, take
+from coterie.core.module import BatchNorm, Init, Maker, PureModule, name_of
+from coterie.core.module_task import ModuleFunctions, PerRow
+from coterie.core.pytree import Params, leaves
+
+if TYPE_CHECKING:
+    from coterie.storage.inputs import Inputs
+
+
+Source = nn.Module | Callable[[], nn.Module]  # a module, or a function that builds one
 
 
 class Data(NamedTuple):
@@ -64,6 +68,10 @@ class Task:
             None for others.
         location: Names of a density's parameters that say where its rows lie rather than how they are spread.
         networks: Those of an adversarial task; None for others.
+        train: `train(params, data, seed) -> (n,), moved`: the loss of each row in training, with dropout masks that
+            follow from a seed, and the buffers that training has moved. None where training is the same as scoring.
+        functions: What a task that is made from a module does with it; None for others.
+        predict: `predict(output)` is what a user would read off an output: of a classifier, the class.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `core.pytree.stack` makes them, and its loss and score are those of the models' mixed output: the mean of
             the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
@@ -87,47 +95,95 @@ class Task:
     from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
     location: tuple[str, ...] = ()
     networks: Networks | None = field(default=None, repr=False)
+    train: Callable[[Params, Data, Tensor], tuple[Tensor, Params]] | None = field(default=None, repr=False)
+    functions: ModuleFunctions | None = field(default=None, repr=False)
+    predict: Callable[[Tensor], Tensor] = field(default=lambda out: out, repr=False)
     ensemble: Callable[[], Task] = field(default=_no_ensemble, repr=False)
     spec: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """Names of a model's tensors that are buffers, such as BatchNorm's statistics: averaged, but not trained."""
+        return () if self.functions is None else self.functions.pure.moving
+
+    @property
+    def personal(self) -> Params:
+        """What never leaves a client, as each begins with it: all of BatchNorm, where that is "local"."""
+        return {} if self.functions is None else self.functions.pure.personal
+
+    @property
+    def same_start(self) -> bool:
+        """Whether all models begin as the same one: the module that was given."""
+        return self.functions is not None and self.functions.make.same
+
+    @property
+    def draws(self) -> bool:
+        """Whether training may need random numbers, for dropout."""
+        return self.functions is not None and self.functions.pure.moves is not False
+
     @classmethod
-    def classifier(cls, module: nn.Module) -> Task:
-        """Cross-entropy and accuracy for a module that returns one logit per class."""
+    def classifier(cls, module: Source, *, init: Init = "random", batch_norm: BatchNorm = "average") -> Task:
+        """Cross-entropy and accuracy for a module that returns one logit per class.
+
+        Args:
+            module: As for `from_module`.
+            init: As for `from_module`.
+            batch_norm: As for `from_module`.
+        """
         return cls.from_module(
             module,
             loss=cross_entropy,
-            score=lambda out, y: (out.argmax(-1) == y).float(),
+            score=_is_right,
             metric="accuracy",
+            init=init,
+            batch_norm=batch_norm,
             check=check_labels,
             mix=_mean_probability,
+            predict=lambda out: out.argmax(-1),
             spec={"kind": "classifier", **_spec(module)},
         )
 
     @classmethod
-    def regressor(cls, module: nn.Module) -> Task:
-        """Squared loss (y - f(x))², summed over the outputs; the score is the mean squared error."""
+    def regressor(cls, module: Source, *, init: Init = "random", batch_norm: BatchNorm = "average") -> Task:
+        """Squared loss (y - f(x))², summed over the outputs; the score is the mean squared error.
+
+        Args:
+            module: As for `from_module`.
+            init: As for `from_module`.
+            batch_norm: As for `from_module`.
+        """
         return cls.from_module(
             module,
             loss=squared_error,
             score=squared_error,
             metric="mse",
+            init=init,
+            batch_norm=batch_norm,
             check=check_targets,
             spec={"kind": "regressor", **_spec(module)},
         )
 
     @classmethod
-    def language_model(cls, module: nn.Module) -> Task:
+    def language_model(cls, module: Source, *, init: Init = "random", batch_norm: BatchNorm = "average") -> Task:
         """Cross-entropy of the next word for a module that returns one logit per word at every position.
 
         The loss of a row is the mean over its positions; the score is the same, in nats per word.
+
+        Args:
+            module: As for `from_module`.
+            init: As for `from_module`.
+            batch_norm: As for `from_module`.
         """
         return cls.from_module(
             module,
             loss=word_cross_entropy,
             score=word_cross_entropy,
             metric="nats",
+            init=init,
+            batch_norm=batch_norm,
             check=check_words,
             mix=_mean_probability,
+            predict=lambda out: out.argmax(-1),
             spec={"kind": "language_model", **_spec(module)},
         )
 
@@ -144,7 +200,7 @@ class Task:
             score=_surprise,
             metric="nats",
             check=check_density,
-            mix=lambda outs: outs.logsumexp(0) - math.log(len(outs)),
+            mix=_mean_density,
             spec={"kind": "density", **_spec(module)},
         )
         return replace(
@@ -194,96 +250,132 @@ class Task:
     @classmethod
     def from_module(
         cls,
-        module: nn.Module | Callable[[], nn.Module],
-        loss: Callable[[Tensor, Tensor], Tensor],
-        score: Callable[[Tensor, Tensor], Tensor],
-        metric: str,
+        module: Source,
+        loss: PerRow,
+        score: PerRow | None = None,
+        metric: str | None = None,
+        *,
+        init: Init = "random",
+        batch_norm: BatchNorm = "average",
+        carry: Sequence[str] = (),
         check: Callable[[Tensor, Tensor], str | None] = lambda out, y: None,
-        mix: Callable[[Tensor], Tensor] = lambda outs: outs.mean(0),
+        mix: Callable[[Tensor, Tensor], Tensor] | None = None,
+        predict: Callable[[Tensor], Tensor] = lambda out: out,
         spec: dict[str, Any] | None = None,
     ) -> Task:
         """A task from any `nn.Module`.
 
+        Parameters with `requires_grad` False stay as they are: they are not trained and not sent. Tied parameters stay
+        tied. Dropout is on in training only, with masks that follow from the run's seed.
+
         Args:
-            module: A module whose layers have `reset_parameters` (all of torch's do), or a function that builds one.
-            loss: `loss(output, y) -> (n,)`.
-            score: `score(output, y) -> (n,)`.
+            module: A module, or a function that builds one. It takes rows, or if these are tuples or dicts the entries
+                as its arguments, and returns a tensor, or an object with `logits`.
+            loss: `loss(output, y) -> (n,)`, such as `nn.CrossEntropyLoss(reduction="none")`.
+            score: `score(output, y) -> (n,)`; None scores by the loss.
             metric: The name of the mean score.
+            init: "random": every model is drawn anew, by its layers' `reset_parameters` (all of torch's have one).
+                "module": every model begins with the module's own parameters, such as pretrained ones.
+            batch_norm: "average": BatchNorm's parameters and statistics are averaged as all others are. "local": each
+                client keeps its own, and sends neither (FedBN).
+            carry: Names of buffers that training moves, which are then sent and averaged. Those of torch's own layers
+                need not be named. All other buffers are constants.
             check: Looks at an output and the targets; returns what is wrong with them, or None.
-            mix: The outputs (j, n, …) of j models as one (n, …), for `ensemble`.
+            mix: `mix(outs, shares)`: the outputs (j, n, …) of j models as one (n, …), by their shares (j,); None takes
+                the weighted mean.
+            predict: What a user would read off an output.
             spec: A plain description, for the run folder.
 
         Raises:
-            ValueError: The module mixes the rows of a batch (BatchNorm), or draws random numbers (Dropout), or has a
-                layer that cannot be drawn anew. Buffers are taken as constants; `check` refuses those that change.
+            ValueError: A layer cannot be drawn anew, or not be used in a federation; names it.
         """
-        build = builder(module)
-        template = build(0)
-        refuse(template)
-        constants = Constants(template)
-        skeleton = template.to("meta")
+        make = Maker(module, init)
+        if batch_norm not in ("average", "local"):
+            raise ValueError(f"Task: batch_norm must be 'average' or 'local', got {batch_norm!r}")
+        pure = PureModule(make(0), batch_norm, carry)
+        functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or _mean)
+        return cls._of(functions, metric or ("loss" if score is None else "score"), predict, spec or {})
 
-        def init(key: Key) -> Params:
-            return {name: p.detach().clone() for name, p in build(key.seed()).named_parameters()}
-
-        def forward(params: Params, data: Data) -> Tensor:
-            return functional_call(skeleton, {**params, **constants.on(data.x.device)}, (data.x,))
-
-        def mixed(params: Params, data: Data) -> Tensor:
-            models = len(leaves(params)[0])
-            return mix(torch.stack([forward(take(params, j), data) for j in range(models)]))
+    @classmethod
+    def _of(cls, own: ModuleFunctions, metric: str, predict: Callable[[Tensor], Tensor], spec: dict[str, Any]) -> Task:
+        def even(params: Params, data: Data) -> Tensor:
+            return own.mixed(params, data.x, data.mask, _even(params))
 
         def ensemble() -> Task:
             return cls(
-                init=lambda key: {name: p[None] for name, p in init(key).items()},
-                loss=lambda params, data: loss(mixed(params, data), data.y),
-                score=lambda params, data: score(mixed(params, data), data.y),
+                init=lambda key: {name: p[None] for name, p in own.init(key).items()},
+                loss=lambda params, data: own.loss(even(params, data), data.y),
+                score=lambda params, data: own.score(even(params, data), data.y),
                 metric=metric,
-                check=verify,
+                check=own.check,
             )
 
-        def verify(rows: Data) -> str | None:
-            module = build(0)
-            try:
-                with torch.no_grad():
-                    out = module(rows.x[:1].cpu())
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                why = f" ({error})" if isinstance(error, ValueError) else ""  # what torch says is of its own matters
-                given = f"rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
-                return f"{name_of(skeleton)} does not take {given}{why}"
-            return constants.changed(module) or outside(module, rows.x) or check(out, rows.y)
+        def output(params: Params, x: Tensor) -> Tensor:
+            return own.output(params, x, x.new_ones(len(x)))
 
         return cls(
-            init=init,
-            loss=lambda params, data: loss(forward(params, data), data.y),
-            score=lambda params, data: score(forward(params, data), data.y),
+            init=own.init,
+            loss=own.losses,
+            score=own.scores,
             metric=metric,
-            check=verify,
-            first_layer=lambda x: split_first_linear(build(), loss, x),
-            features=features_of(skeleton) if loss is squared_error else None,
+            check=own.check,
+            first_layer=own.first_layer,
+            features=features_of(output, lambda: own.init(Key.of(0))) if own.loss is squared_error else None,
+            train=own.training,
+            functions=own,
+            predict=predict,
             ensemble=ensemble,
-            spec=spec or {},
+            spec=spec,
         )
+
+    def taking(self, inputs: Inputs | None) -> Task:
+        """The task whose module is given the parts of a row as several inputs.
+
+        Args:
+            inputs: Of a federation's rows; None where a row is one input.
+        """
+        if inputs is None or self.functions is None or self.functions.inputs == inputs:
+            return self
+        return self._of(replace(self.functions, inputs=inputs), self.metric, self.predict, self.spec)
 
 
 def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
     """One submodule, as a function of the whole module's parameters."""
-    skeleton, prefix = copy.deepcopy(module.get_submodule(name)).to("meta"), f"{name}."
+    pure, prefix = PureModule(module.get_submodule(name)), f"{name}."
 
     def forward(params: Params, x: Tensor) -> Tensor:
         own = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
-        return functional_call(skeleton, own, (x,))
+        return pure(own, (x,), {}, x.new_ones(len(x)))
 
     return forward
 
 
-def _spec(module: nn.Module) -> dict[str, Any]:
+def _spec(module: Source) -> dict[str, Any]:
     return {"model": module.spec} if hasattr(module, "spec") else {}
 
 
-def _mean_probability(outs: Tensor) -> Tensor:
+def _is_right(out: Tensor, y: Tensor) -> Tensor:
+    return (out.argmax(-1) == y).float()
+
+
+def _even(params: Params) -> Tensor:
+    """Equal shares of all models (j,)."""
+    first = leaves(params)[0]
+    return first.new_full((len(first),), 1 / len(first))
+
+
+def _mean(outs: Tensor, shares: Tensor) -> Tensor:
+    return torch.tensordot(shares, outs, 1)
+
+
+def _mean_density(outs: Tensor, shares: Tensor) -> Tensor:
+    """The log of the mean over models of densities, given their logs (j, n, …)."""
+    return (outs + shares.log().reshape(-1, *[1] * (outs.dim() - 1))).logsumexp(0)
+
+
+def _mean_probability(outs: Tensor, shares: Tensor) -> Tensor:
     """The log of the mean over models of the probabilities that their logits (j, n, …, classes) give."""
-    return outs.log_softmax(-1).logsumexp(0) - math.log(len(outs))
+    return _mean_density(outs.log_softmax(-1), shares)
 
 
 def _surprise(out: Tensor, y: Tensor) -> Tensor:

@@ -15,15 +15,26 @@ from torch import Tensor
 from torch.func import vmap
 
 from coterie.core.key import Key
-from coterie.core.local import gradient_of, hold_out, local_update, mean_loss, minibatches, nearest, pick
-from coterie.core.pytree import Params, leaves, take, tree_map
+from coterie.core.local import (
+    Updated,
+    hold_out,
+    local_update,
+    mean_loss,
+    minibatches,
+    nearest,
+    personal_of,
+    pick,
+    training_gradient,
+)
+from coterie.core.optimisers import PLAIN, Moments, Optimiser
+from coterie.core.pytree import Params, beside, leaves, take, tree_map
 from coterie.core.step import FIRST, ClientStep, Local, Reply, Secrecy
 from coterie.core.task import Data, Task
 
 if TYPE_CHECKING:
     from coterie.core.cohort import Cohort
 
-_BATCHES = 1  # stream under a client's key
+_BATCHES, _NOISE = 1, 4  # streams under a client's key
 
 Weights = Literal["uniform", "size"]
 
@@ -98,6 +109,16 @@ class Rows:
             )
 
 
+class Given(NamedTuple):
+    """What a client trains with, besides a model."""
+
+    data: Data
+    lr: Any
+    batches: Tensor | None  # the rows of every step
+    noise: Tensor | None  # the seed of dropout
+    moments: Moments | None  # what the optimiser remembers of the last round
+
+
 @dataclass(frozen=True)
 class Descend:
     """τ steps of gradient descent, on all rows or on minibatches.
@@ -107,16 +128,46 @@ class Descend:
         batch: Rows per step, from shuffled passes over the client's rows; None takes all of them each time.
         prox: FedProx's μ: the pull towards the model that was sent.
         steady: Whether the step size is the same in every round.
+        optimiser: How to step.
+        clip: The length to which longer gradients are shortened.
+        epochs: Passes over the rows, in place of τ steps; only with `batch`.
     """
 
     tau: int
     batch: int | None = None
     prox: float = 0.0
     steady: bool = False
+    optimiser: Optimiser = PLAIN
+    clip: float | None = None
+    epochs: int | None = None
 
-    def __call__(self, task: Task, theta: Params, data: Data, lr: Any, batches: Tensor | None) -> tuple[Params, Tensor]:
-        """The trained model, and the loss of the first one on the rows of the first step."""
-        return local_update(task, theta, data, lr=lr, tau=self.tau, batches=batches, prox=self.prox)
+    @property
+    def plain(self) -> bool:
+        """Whether a step is θ - γ·gradient and no more."""
+        return self.optimiser == PLAIN and self.clip is None
+
+    def steps(self, n: int) -> int:
+        """How many steps a client with n rows takes."""
+        if self.epochs is None or self.batch is None:
+            return self.tau
+        return self.epochs * -(-n // max(1, min(self.batch, n)))
+
+    def __call__(self, task: Task, theta: Params, given: Given) -> Updated:
+        """The trained model, the loss of the first one on the rows of the first step, and what is remembered."""
+        return local_update(
+            task,
+            theta,
+            given.data,
+            lr=given.lr,
+            tau=self.tau,
+            batches=given.batches,
+            prox=self.prox,
+            optimiser=self.optimiser,
+            clip=self.clip,
+            moments=given.moments,
+            noise=given.noise,
+            ragged=self.epochs is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,11 +180,18 @@ class Gradient:
 
     batch: int | None = None
     tau: int = 1
+    plain = True
+    optimiser = PLAIN
 
-    def __call__(self, task: Task, theta: Params, data: Data, lr: Any, batches: Tensor | None) -> tuple[Params, Tensor]:
+    def steps(self, n: int) -> int:
+        """One."""
+        return self.tau
+
+    def __call__(self, task: Task, theta: Params, given: Given) -> Updated:
         """The gradient, and the loss on the same rows."""
-        rows = data if batches is None else pick(data, batches[0])
-        return gradient_of(lambda t: mean_loss(task, t, rows), theta)
+        rows = given.data if given.batches is None else pick(given.data, given.batches[0])
+        gradient, loss, _ = training_gradient(task, theta, {}, rows, given.noise)
+        return Updated(gradient, loss, {})
 
 
 class _Outcome(NamedTuple):
@@ -143,6 +201,7 @@ class _Outcome(NamedTuple):
     label: Tensor | tuple[()]
     loss: Tensor
     held: Tensor | tuple[()]
+    memory: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -193,27 +252,62 @@ class Train:
 
     def derive(self, task: Task) -> ClientStep:
         """What one client does: the reference."""
+        self._check(task)
 
-        def one_start(theta: Params, common: Params, label: Any, lr: Any, local: Local) -> _Outcome:
-            loss = None
+        def one_start(theta: Params, common: Params, label: Any, lr: Any, kept: Any, local: Local) -> _Outcome:
+            loss, own = None, personal_of(local.memory)
             if self.choose:
                 theta = {**theta, **tree_map(lambda x: x.expand(self.k, *x.shape), common)}
-                label, loss = nearest(task, theta, self._rows(local, "choose"))
+                label, loss = nearest(task, theta, self._rows(local, "choose"), own)
                 theta = take(theta, label)
-            elif self.full_loss:
+            theta = {**theta, **own}
+            if not self.choose and self.full_loss:
                 loss = mean_loss(task, theta, self._rows(local, "choose"))
-            update, first = self.by(task, theta, *self._arguments(local, lr))
+            held = self._held(task, theta, local)
+            whole = {**beside(local.data.mask, task.personal), **theta}
+            moments = self._moments(task, whole, label, kept)
+            updated = self.by(task, whole, self._given(local, lr, moments))
+            update = {n: updated.theta[n] for n in theta if n not in task.personal}
             if self.send == "change":
-                update = tree_map(torch.sub, update, theta)
-            return _Outcome(update, label, first if loss is None else loss, self._held(task, theta, local))
+                update = tree_map(torch.sub, update, {n: theta[n] for n in update})
+            memory = self._memory(task, updated, label)
+            return _Outcome(update, label, updated.loss if loss is None else loss, held, memory)
 
         def run(sent: Models, local: Local) -> Reply:
-            if self.starts is None:
-                return self._reply(one_start(sent.theta, sent.common, sent.label, sent.lr, local), local)
-            each = _each_start(one_start, in_dims=(0, 0, 0, None, None))
-            return self._reply(each(sent.theta, sent.common, sent.label, sent.lr, local), local)
+            kept = local.memory.get("moments", ()) if isinstance(local.memory, dict) else ()
+            each = one_start if self.starts is None else _each_start(one_start, in_dims=(0, 0, 0, None, 0, None))
+            return self._reply(each(sent.theta, sent.common, sent.label, sent.lr, kept, local), local)
 
-        return ClientStep(run, self.draw if self.rows or self.by.batch else None, SECRECY)
+        def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
+            drawn = self.draw(n, key, when)
+            return {**drawn, "noise": torch.tensor(key.fold(_NOISE, *when).seed() % 2**31)} if task.draws else drawn
+
+        return ClientStep(run, draw if self.rows or self.by.batch or task.draws else None, SECRECY)
+
+    def _check(self, task: Task) -> None:
+        """Refuse what a description cannot do with a task."""
+        if task.personal and (self.starts or 1) > 1:
+            raise ValueError("batch_norm='local' is not possible with several restarts, which all clients share")
+        if isinstance(self.by, Gradient) and (task.personal or task.moving):
+            raise ValueError("BatchNorm's statistics move in training only: average models in place of gradients")
+
+    def _moments(self, task: Task, theta: Params, label: Any, kept: Any) -> Moments | None:
+        """What the client's optimiser remembers, if it is of the same cluster; None to begin anew."""
+        if not self.by.optimiser.keep or not kept:
+            return None
+        if not isinstance(label, Tensor):
+            return kept["state"]
+        new = self.by.optimiser.begin({n: p for n, p in theta.items() if n not in task.moving})
+        return tree_map(lambda a, b: torch.where(label == kept["label"], a, b), kept["state"], new)
+
+    def _memory(self, task: Task, updated: Updated, label: Any) -> dict[str, Any]:
+        """What the client keeps until its next step."""
+        memory: dict[str, Any] = {}
+        if task.personal:
+            memory["personal"] = {n: updated.theta[n] for n in task.personal}
+        if self.by.optimiser.keep and updated.moments:
+            memory["moments"] = {"state": updated.moments, "label": label}
+        return memory
 
     def draw(self, n: int, key: Key, when: tuple[int, ...]) -> dict[str, Tensor]:
         """The random numbers of a client with n rows."""
@@ -221,7 +315,7 @@ class Train:
         if self.by.batch is not None:
             size, among = (len(drawn["train"]), drawn["train"]) if self.rows else (n, None)
             generator = key.fold(_BATCHES, *when).generator()
-            batches = minibatches(size, max(1, min(self.by.batch, size)), self.by.tau, generator)
+            batches = minibatches(size, max(1, min(self.by.batch, size)), self.by.steps(size), generator)
             drawn["batches"] = batches if among is None else torch.where(batches < 0, -1, among[batches])
         return drawn
 
@@ -232,11 +326,12 @@ class Train:
         """The rows that a client trains on."""
         return self._rows(local, "train")
 
-    def _arguments(self, local: Local, lr: Any) -> tuple[Data, Any, Tensor | None]:
-        """The arguments of `by` after the model. Minibatches number the rows of the whole client."""
+    def _given(self, local: Local, lr: Any, moments: Moments | None) -> Given:
+        """What a client trains with. Minibatches number the rows of the whole client."""
+        noise = local.draws.get("noise") if isinstance(local.draws, dict) else None
         if self.by.batch is not None:
-            return local.data, lr, local.draws["batches"]
-        return self.training_rows(local), lr, None
+            return Given(local.data, lr, local.draws["batches"], noise, moments)
+        return Given(self.training_rows(local), lr, None, noise, moments)
 
     def _held(self, task: Task, theta: Params, local: Local) -> Tensor | tuple[()]:
         return mean_loss(task, theta, pick(local.data, local.draws["held"])) if self.holdout else ()
@@ -253,7 +348,13 @@ class Train:
         if self.starts is not None:
             slot = self.k * torch.arange(self.starts, device=slot.device) + slot
             weight = weight.expand(self.starts)
-        return Reply(found.update, weight, slot, note)
+        return Reply(found.update, weight, slot, note, self._kept(found.memory))
+
+    def _kept(self, memory: dict[str, Any]) -> Any:
+        """A memory without the axis of starts where nothing but one start has it; () for none."""
+        if "personal" in memory and self.starts is not None:
+            memory = {**memory, "personal": tree_map(lambda x: x[0], memory["personal"])}
+        return memory or ()
 
 
 def weight_of(data: Data, weights: Weights) -> Tensor:
@@ -265,7 +366,7 @@ def choose_nearest(task: Task) -> ClientStep:
     """A client step: which of the models sent (k, …) has the lowest loss on the client's rows, and how low it is."""
 
     def run(theta: Params, local: Local) -> Reply:
-        j, loss = nearest(task, theta, local.data)
+        j, loss = nearest(task, theta, local.data, personal_of(local.memory))
         return Reply(slot=j, note={"loss": loss})
 
     return ClientStep(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,28 +13,10 @@ from coterie.core.engine import Engine, Exchange
 from coterie.core.step import step_name
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parent.parent)
-# What vmap says where it cannot do what it is asked; every other error is the step's or the model's own.
-_REFUSALS = re.compile(
-    r"vmap|batching rule|functorch|randomness error mode|BatchedTensor|"
-    r"Cannot access data pointer of Tensor|doesn't have storage",
-    re.IGNORECASE,
-)
 
 
 class StepError(ValueError):
     """A client step has failed. The message names step, client and round, and the line where it happened."""
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether an error says that vmap cannot batch an operation, rather than that the operation is wrong.
-
-    Example:
-        >>> is_refusal(RuntimeError("Batching rule not implemented for aten::lstm.input"))
-        True
-        >>> is_refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"))
-        False
-    """
-    return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
 
 
 FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

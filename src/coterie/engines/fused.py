@@ -43,7 +43,7 @@ CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should st
 NARROW = 8  # outputs of all models together up to which all rows are multiplied, with 0 for models they did not take
 FEW = 64  # up to so many models, clients with the same one share a product
 LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
-NOT_LINEAR = "the model's first layer is not a linear map of the rows"
+NOT_LINEAR = "the model's first layer is not a linear map of the rows, or the model has dropout or BatchNorm"
 RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
 
 
@@ -67,7 +67,7 @@ class Fused:
             return None
         if exchange.part != "train" or message.lr_each:
             return None
-        split = self._split(step_name(exchange.step), exchange)
+        split = self._split(step_name(exchange.step), exchange, step)
         return split and Match(split, Sent.of(message, step, exchange.rows))
 
     def parts(self, exchange: Exchange, match: Match) -> Iterator[Part]:
@@ -191,19 +191,26 @@ class Fused:
             return sizes.to(self.device, torch.float32)[:, None].expand(like.shape)
         return torch.ones(like.shape, device=self.device)
 
-    def _split(self, name: str, exchange: Exchange) -> FirstLinear | None:
+    def _split(self, name: str, exchange: Exchange, step: Train) -> FirstLinear | None:
         """The model taken apart, if this model's steps can be fused; the log says once whether they are."""
         if name not in self._known:
-            engine = self.engine
-            split = None if engine.uplink.transforms else engine.task.first_layer(engine.federation.train.x[:2])
+            engine, why = self.engine, self._why_not(step)
+            split = None if why else engine.task.first_layer(engine.federation.train.x[:2])
             self._known[name] = split
             n, d = int(engine.federation.train.sizes.max()), engine.federation.train.x[0].numel()
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
             closed = ", or closed form where that pays" if split and split.squared else ""
-            why = "the uplink changes every reply" if engine.uplink.transforms else NOT_LINEAR
-            said = f"fused ({form}{closed})" if split else f"not fused: {why}"
+            said = f"fused ({form}{closed})" if split else f"not fused: {why or NOT_LINEAR}"
             exchange.ledger.messages.append(f"vectorised: {name}: {said}")
         return self._known[name]
+
+    def _why_not(self, step: Train) -> str | None:
+        """Why a step cannot be fused, whatever the model."""
+        if self.engine.uplink.transforms:
+            return "the uplink changes every reply"
+        if not step.by.plain:
+            return "steps are more than the gradient: there is an optimiser or a limit to the gradient's length"
+        return None
 
 
 class Match(NamedTuple):

@@ -11,10 +11,11 @@ from torch.func import vmap
 
 from coterie.core.engine import Exchange
 from coterie.core.pytree import leaves, nbytes, take, tree_map
+from coterie.core.refusal import is_refusal
 from coterie.core.step import ClientStep, Local, Reply, derived, step_name
 from coterie.core.train import Models, own_rows
 from coterie.engines.chunks import Chunks, Ways
-from coterie.engines.errors import FAULTS, explained, is_own_fault, is_refusal
+from coterie.engines.errors import FAULTS, explained, is_own_fault
 from coterie.engines.graphs import Replayed
 from coterie.engines.local import LocalEngine
 

@@ -96,6 +96,8 @@ def _plain(value: Any, owner: str, name: str) -> Any:
         return {"name": _name(type(value)), **_settings(value)}
     if name == "init":  # models that the user brought: they travel with the steps that need them
         return []
+    if name == "lr_schedule":  # a function: clients are sent step sizes
+        return None
     if isinstance(value, tuple | list):
         return [_plain(v, owner, name) for v in value]
     raise ValueError(f"{owner}: {name} cannot be sent to clients: it is of type {type(value).__name__}")

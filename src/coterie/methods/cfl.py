@@ -10,7 +10,7 @@ are those of Algorithm 5, which is Algorithm 3 unrolled into rounds; equations a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from coterie.core.train import Models, Train
 from coterie.parts.bipartition import Linkage, bipartition, cosines
 from coterie.parts.client_reports import Reports, comparable, report_of, unless_diverged
 from coterie.parts.disguise import Privacy, Shapes, shapes_of
+from coterie.parts.server_step import ServerStep
 from coterie.parts.split_tree import ROOT, Cut, Node, cluster_of, grown, model_tree, moved_down, planted, split_rows
 from coterie.parts.stationarity import Progress, Stationarity
 
@@ -41,6 +42,7 @@ class State(NamedTuple):
     """What the server knows after a round. Models and updates are disguised if there is a disguise."""
 
     theta: Params  # the leaves' models (k, …)
+    moments: Any  # what the server's optimiser remembers of each (k, …)
     leaves: tuple[int, ...]  # the node of each of them
     tree: dict[int, Node]  # the parameter tree of Section V-C
     node: Tensor  # every client's node (m,); an inner one if the client was away when that was split
@@ -52,7 +54,7 @@ class State(NamedTuple):
 
 @register("cfl")
 @dataclass(frozen=True, kw_only=True)
-class CFL(Stationarity, Privacy, Method):
+class CFL(Stationarity, Privacy, ServerStep, Method):
     """Train one model; where it no longer improves and clients still disagree, split them in two, again and again.
 
     Args:
@@ -84,14 +86,17 @@ class CFL(Stationarity, Privacy, Method):
         if self.gamma_max >= 1:
             raise ValueError(f"CFL: gamma_max must be at least 0 and below 1, got {self.gamma_max:g}")
         self.check_schedule()
+        if task.moving and (self.privacy != "none" or self.sketch):
+            raise ValueError("CFL: privacy and sketch are not possible with BatchNorm's statistics; use GroupNorm")
         theta, m = task.init(key.fold(0)), cohort.population
         hidden = self.disguise(shapes_of(theta)).put_on(theta)
         return State(
             theta=stack([hidden]),
+            moments=self.begin_server(stack([hidden]), task),
             leaves=(ROOT,),
             tree=planted(m),
             node=torch.full((m,), ROOT),
-            reports=Reports.none(m, self.sketch or flat(hidden, axes=0).numel()),
+            reports=Reports.none(m, self.sketch or _compared(hidden, task, axes=0).numel()),
             progress=stack([Progress.none()]),
             shapes=shapes_of(theta),
             round=0,
@@ -102,9 +107,9 @@ class CFL(Stationarity, Privacy, Method):
         state, chosen = self._placed(state, cohort.sample(self.fraction))
         if not len(chosen):  # all participants wait at inner nodes, with nothing to be compared by
             return state._replace(round=state.round + 1), Report(chosen.clients, torch.zeros(0))
-        state, theta, report = self._exchange(state, chosen)  # lines 5-12
+        state, learnt, report = self._exchange(state, chosen)  # lines 5-12
         state, cuts = self._cuts(state, cohort)  # lines 13-17, at the models that the updates were made at
-        after = state._replace(theta=theta)
+        after = state._replace(theta=learnt[0], moments=learnt[1])
         for c, cut in cuts.items():
             after = self._split(after, c, take(state.theta, c), cut)  # line 18
         after = self.judged(after, cohort)
@@ -141,7 +146,7 @@ class CFL(Stationarity, Privacy, Method):
 
         def run(sent: Models, local: Local) -> Reply:
             reply = unless_diverged(step.run(sent, local))
-            vector = reply.note["vector"] if "vector" in reply.note else flat(reply.update, axes=0)
+            vector = reply.note["vector"] if "vector" in reply.note else _compared(reply.update, task, axes=0)
             return Reply(weight=reply.weight, note={"vector": vector})
 
         return ClientStep(run, step.draw)
@@ -161,7 +166,7 @@ class CFL(Stationarity, Privacy, Method):
 
     # --- lines 5 to 12: what is exchanged -------------------------------------------------------------------------
 
-    def _exchange(self, state: State, chosen: Cohort) -> tuple[State, Params, Report]:
+    def _exchange(self, state: State, chosen: Cohort) -> tuple[State, tuple[Params, Any], Report]:
         """Lines 5 to 12: every client trains its leaf's model. What the server then knows, and the new models."""
         k, label = len(state.leaves), self.labels(state)[chosen.clients]
         sent = Models(state.theta, self.step_size(state.round), label=torch.arange(k))
@@ -170,10 +175,12 @@ class CFL(Stationarity, Privacy, Method):
             vectors = sums.note["vector"]
         else:
             reply = unless_diverged(chosen.gather(self.step, sent, slots=k, rows=label))
-            sums, vectors = slot_sum(reply, k), reply.note.get("vector", flat(reply.update))
-        theta = tree_map(torch.add, state.theta, slot_mean(sums, otherwise=tree_map(torch.zeros_like, state.theta)))
+            sums = slot_sum(reply, k)
+            vectors = reply.note["vector"] if "vector" in reply.note else _compared(reply.update, chosen.task)
+        mean = tree_map(torch.add, state.theta, slot_mean(sums, otherwise=tree_map(torch.zeros_like, state.theta)))
+        learnt = self.advance(state.theta, mean, sums.weight, state.moments, chosen.task)
         state = state._replace(reports=state.reports.updated(chosen, vectors, sums.note, state.round))
-        return self.watched(state), theta, report_of(chosen.clients, sums.note)
+        return self.watched(state), learnt, report_of(chosen.clients, sums.note)
 
     # --- lines 13 to 18: splitting --------------------------------------------------------------------------------
 
@@ -224,6 +231,7 @@ class CFL(Stationarity, Privacy, Method):
         first, second = tree[v].children
         return state._replace(
             theta=split_rows(state.theta, c, theta),
+            moments=split_rows(state.moments, c, take(state.moments, c)),
             leaves=(*state.leaves[:c], first, *state.leaves[c + 1 :], second),
             tree=tree,
             node=moved_down(state.node, tree, v),
@@ -289,3 +297,8 @@ class CFL(Stationarity, Privacy, Method):
         first, second = state.tree[v].children
         alpha = [(normalize(vectors) @ normalize(state.tree[u].updates.to(vectors)).T).amax(1) for u in (first, second)]
         return torch.where(alpha[0] > alpha[1], first, second).tolist()
+
+
+def _compared(update: Params, task: Task, axes: int = 1) -> Tensor:
+    """What is compared of updates: all that is trained, side by side, and no statistics of BatchNorm."""
+    return flat({n: x for n, x in update.items() if n not in task.moving}, axes)

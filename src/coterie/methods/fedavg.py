@@ -10,7 +10,7 @@ Federated Optimization in Heterogeneous Networks (FedProx, `prox` > 0)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +26,22 @@ from coterie.core.sums import slot_mean
 from coterie.core.task import Data, Task
 from coterie.core.train import Models, Train
 from coterie.parts.local_training import LocalTraining
+from coterie.parts.server_step import ServerStep
 
 
 class State(NamedTuple):
     """What FedAvg knows after a round."""
 
     theta: Params  # the global model, stacked (1, …)
+    moments: Any  # what the server's optimiser remembers
     clients: int  # m
     round: int
 
 
 @register("fedavg")
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(LocalTraining, Method):
-    """Every round, the mean of the participants' locally trained models.
+class FedAvg(LocalTraining, ServerStep, Method):
+    """Every round, the mean of the participants' locally trained models, or the server's step towards it (FedOpt).
 
     Args:
         prox: FedProx's μ ≥ 0, the pull of each client's model towards the one it was sent.
@@ -57,14 +59,17 @@ class FedAvg(LocalTraining, Method):
 
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """One model, drawn at random."""
-        return State(stack([task.init(key.fold(0))]), cohort.population, 0)
+        theta = stack([task.init(key.fold(0))])
+        return State(theta, self.begin_server(theta, task), cohort.population, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Sample clients, let them train, average."""
         chosen = cohort.sample(self.fraction)
         sums = chosen.combine(self.step, Models(take(state.theta, 0), self.step_size(state.round)))
-        theta = slot_mean(sums, otherwise=state.theta)
-        return state._replace(theta=theta, round=state.round + 1), Report(chosen.clients, sums.note["loss"])
+        mean = slot_mean(sums, otherwise=state.theta)
+        theta, moments = self.advance(state.theta, mean, sums.weight, state.moments, cohort.task)
+        after = state._replace(theta=theta, moments=moments, round=state.round + 1)
+        return after, Report(chosen.clients, sums.note["loss"])
 
     @client_step
     def step(self, task: Task) -> Train:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from coterie.core.train import Gradient, Models, Rows, Train
 from coterie.parts.choosing import Choosing, counted
 from coterie.parts.restarts import Restarts, held_out_loss
 from coterie.parts.revival import Revival
+from coterie.parts.server_step import ServerStep
 from coterie.parts.sharing import Sharing
 from coterie.parts.starts import FarthestFirst, Start, find_start
 
@@ -37,6 +38,7 @@ class State(NamedTuple):
     """What IFCA knows after a round."""
 
     theta: Params  # the cluster models θ_j of every start (r, k, …)
+    moments: Any  # what the server's optimiser remembers of each (r·k, …)
     labels: Tensor  # each client's last cluster identity (r, m), -1 where it has never taken part or it is hidden
     members: Tensor  # clients of each cluster (r, k): by the labels or, where these are hidden, of the last round
     quality: Tensor  # the loss by which starts are compared (r,)
@@ -47,7 +49,7 @@ class State(NamedTuple):
 
 @register("ifca")
 @dataclass(frozen=True)
-class IFCA(Restarts, Revival, Sharing, Choosing):
+class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
     """Alternate between estimating each client's cluster and improving the cluster models.
 
     Args:
@@ -97,7 +99,8 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
         draw = find_start(self.init, self.k)
         theta = self.tied(self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r))))
         never, none = torch.full((self.restarts, cohort.population), -1), torch.zeros(self.restarts, self.k).long()
-        return State(theta, never, none, torch.full((self.restarts,), torch.inf), none.clone(), 0, 0)
+        moments = self.begin_server(_in_line(theta), task)
+        return State(theta, moments, never, none, torch.full((self.restarts,), torch.inf), none.clone(), 0, 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 15."""
@@ -111,8 +114,10 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
         labels[:, chosen.clients] = sums.note["label"].T
         seen = sums.members  # a secure sum hides labels, but counts them
         members = counted(labels, self.k) if seen is None else seen.unflatten(0, (self.restarts, self.k))
+        theta, moments = self._improve(state, sums, cohort)  # lines 13-15
         after = State(
-            theta=self._improve(state, sums, cohort),  # lines 13-15
+            theta=theta,
+            moments=moments,
             labels=labels,
             members=members,
             quality=held_out_loss(sums.note),
@@ -164,8 +169,8 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
 
     def _one_each(self, state: State) -> Models:
         """All models one after the other (r·k, …), from which each client is sent its own."""
-        theta = tree_map(lambda x: x.flatten(0, 1), state.theta)
-        return Models(theta, self.step_size(state.round), label=torch.arange(self.k).repeat(self.restarts))
+        label = torch.arange(self.k).repeat(self.restarts)
+        return Models(_in_line(state.theta), self.step_size(state.round), label=label)
 
     def _settled(self, state: State) -> bool:
         """Whether identities have been still for long enough to send one model each."""
@@ -173,7 +178,7 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
             return False
         return (state.still - self.patience) % self.recheck != self.recheck - 1
 
-    def _improve(self, state: State, sums: Sums, cohort: Cohort) -> Params:
+    def _improve(self, state: State, sums: Sums, cohort: Cohort) -> tuple[Params, Any]:
         """Lines 14 and 15; an empty cluster keeps its model, shared parameters are averaged over everybody."""
         everybody = float(cohort.sizes.sum()) if self.weights == "size" else float(cohort.population)
 
@@ -185,7 +190,10 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
             gradient = mean_of(total, weight, torch.zeros_like(old))
             return old - self.step_size(state.round) * share.reshape(old.shape[:2] + (1,) * (old.dim() - 2)) * gradient
 
-        return {name: new(name, old) for name, old in state.theta.items()}
+        mean = {name: new(name, old) for name, old in state.theta.items()}
+        before, target = _in_line(state.theta), _in_line(mean)
+        theta, moments = self.advance(before, target, sums.weight, state.moments, cohort.task)
+        return tree_map(lambda x, like: x.reshape(like.shape), theta, mean), moments
 
     def _rows(self) -> Rows | None:
         """Which rows serve for what: some judge restarts, and with re-sampling every round has fresh ones."""
@@ -196,5 +204,12 @@ class IFCA(Restarts, Revival, Sharing, Choosing):
         if self.k > cohort.population:
             raise ValueError(f"IFCA: k must be at most the number of clients, {cohort.population}, got {self.k}")
         self.check_shared(task)
+        if self.shared and not self.takes_the_mean:
+            raise ValueError("IFCA: shared parameters and a server optimiser do not go together")
         if (rows := self._rows()) is not None:
             rows.check(cohort, "IFCA")
+
+
+def _in_line(theta: Params) -> Params:
+    """The models of all starts one after the other (r·k, …)."""
+    return tree_map(lambda x: x.flatten(0, 1), theta)

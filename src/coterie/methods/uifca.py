@@ -182,7 +182,7 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
                 batches = self._subsets(mask, local.draws["rank"]) if self.batch else None  # Algorithm 5, line 4
                 if self.optimiser == "adam":
                     return adam_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)
-                return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)[0]
+                return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches).theta
 
             end = each_model(train)(sent["theta"], own)
             slot = torch.arange(len(own), device=own.device)

@@ -89,5 +89,6 @@ def _undone(state: Any, v: int) -> Any:
         leaves=tuple(leaves[j] for j in keep),
         tree=pruned(state.tree, v),
         node=torch.where(torch.isin(state.node, torch.tensor(parent.children)), v, state.node),
+        moments=tree_map(lambda x: x[keep], state.moments),
         progress=tree_map(lambda x: x[keep], state.progress),
     )

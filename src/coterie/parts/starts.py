@@ -36,11 +36,14 @@ class Start(ABC):
 @register("random", "start")
 @dataclass(frozen=True)
 class Random(Start):
-    """k independent draws of the task's own initialisation."""
+    """k independent draws of the task's own initialisation; of a module that is taken as it is, noisy copies."""
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
         """Draw k models."""
-        return stack([task.init(key.fold(j)) for j in range(k)])
+        drawn = [task.init(key.fold(j)) for j in range(k)]
+        if task.same_start:  # else all clients would find all models equally good, and choose the first
+            drawn[1:] = [_near(theta, key.fold(j)) for j, theta in enumerate(drawn[1:], 1)]
+        return stack(drawn)
 
 
 @register("balanced", "start")
@@ -180,6 +183,12 @@ def noisy_copies(task: Task, k: int, key: Key) -> Params:
         return {n: x + NOISE * torch.randn(x.shape, generator=g) for n, x in first.items()}
 
     return stack([near(key.fold(j)) for j in range(k)])
+
+
+def _near(theta: Params, key: Key) -> Params:
+    """A model that differs from another by noise in proportion to each tensor's size."""
+    g = key.generator()
+    return {n: x + NOISE * x.abs().mean() * torch.randn(x.shape, generator=g) for n, x in theta.items()}
 
 
 def find_start(init: Any, k: int) -> Start:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from coterie.core.federation import Federation
 from coterie.core.method import Method
-from coterie.core.registry import find, named
+from coterie.core.registry import Kind, find, named
 from coterie.core.settings import check_type, nearest_name, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
@@ -18,6 +18,13 @@ from coterie.models import MODELS
 from coterie.secure import SecureSum
 
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink")
+NESTED: dict[str, Kind] = {  # settings that are dataclasses of settings, and what kind of thing they name
+    "init": "start",
+    "optimiser": "optimiser",
+    "server": "optimiser",
+    "lr_schedule": "schedule",
+    "then": "schedule",
+}
 TASKS = {
     "classifier": Task.classifier,
     "regressor": Task.regressor,
@@ -39,12 +46,12 @@ class Config:
 
 def describe(algorithm: Method) -> dict[str, Any]:
     """A method as a table: its name and its hyperparameters."""
-    table = {"name": named(type(algorithm)) or type(algorithm).__name__, **to_plain(algorithm)}
-    init = getattr(algorithm, "init", None)
-    if dataclasses.is_dataclass(init):
-        table["init"] = _table(init)
-    elif init is not None and not isinstance(init, str):
+    table = _table(algorithm)
+    init, schedule = getattr(algorithm, "init", None), getattr(algorithm, "lr_schedule", None)
+    if init is not None and not isinstance(init, str) and not dataclasses.is_dataclass(init):
         table["init"] = "given"
+    if callable(schedule) and not dataclasses.is_dataclass(schedule):
+        table["lr_schedule"] = getattr(schedule, "__qualname__", type(schedule).__name__)
     return table
 
 
@@ -57,17 +64,16 @@ def describe_uplink(uplink: Uplink) -> list[dict[str, Any]]:
 
 
 def _table(value: Any) -> dict[str, Any]:
-    return {"name": named(type(value)) or type(value).__name__, **to_plain(value)}
+    """A dataclass of settings as a table, which holds the tables of settings that are dataclasses themselves."""
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    nested = {n: _table(v) for n, v in fields.items() if n in NESTED and dataclasses.is_dataclass(v)}
+    return {"name": named(type(value)) or type(value).__name__, **to_plain(value), **nested}
 
 
 def build_algorithm(table: dict[str, Any]) -> Method:
     """The method that a table describes."""
     name, values = _name_and_rest(table, "algorithm")
     cls = find("method", name, "[algorithm]")
-    _known(values, [f.name for f in dataclasses.fields(cls)], "algorithm")
-    if isinstance(values.get("init"), dict):
-        start, settings = _name_and_rest(values["init"], "algorithm.init")
-        values["init"] = _settings(find("start", start, "[algorithm.init]"), settings, "algorithm.init")
     return _settings(cls, values, "algorithm")
 
 
@@ -89,6 +95,13 @@ def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _required(f)]
     if missing:
         raise ValueError(f"[{where}] needs {', '.join(missing)}")
+    for name, value in values.items():
+        if name in NESTED and isinstance(value, dict):
+            inner, settings = _name_and_rest(value, f"{where}.{name}")
+            values = {
+                **values,
+                name: _settings(find(NESTED[name], inner, f"[{where}.{name}]"), settings, f"{where}.{name}"),
+            }
     built = cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     validate(built)
     return built

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.engine import OwnChoice
-from coterie.core.local import each_model, mean_loss, membership
+from coterie.core.local import each_model, mean_loss, membership, personal_of
 from coterie.core.method import Method, PointMethod
 from coterie.core.model_tree import ModelTree
 from coterie.core.pytree import Params, stack
@@ -166,7 +166,7 @@ class Scorer:
         """Score the model that was sent on the client's rows."""
 
         def run(theta: Params, local: Local) -> Reply:
-            rows = local.data.mask.sum()
+            rows, theta = local.data.mask.sum(), {**theta, **personal_of(local.memory)}
             score = (task.score(theta, local.data) * local.data.mask).sum() / rows
             note = {"score": score, "loss": mean_loss(task, theta, local.data)}
             return Reply(weight=rows, note=note)
@@ -179,7 +179,8 @@ class Scorer:
 
         def run(sent: Models, local: Local) -> Reply:
             rows = local.data.mask.sum()
-            score = (task.score(sent.theta, local.data) * local.data.mask).sum() / rows.clamp(min=1)
+            theta = {**sent.theta, **personal_of(local.memory)}
+            score = (task.score(theta, local.data) * local.data.mask).sum() / rows.clamp(min=1)
             return Reply({"score": score}, (rows > 0).float(), cast(Tensor, sent.label))
 
         return ClientStep(run)

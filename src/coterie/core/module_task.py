@@ -1,0 +1,138 @@
+"""The functions of a task that is made from a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.first_layer import FirstLinear, split_first_linear
+from coterie.core.key import Key
+from coterie.core.module import Maker, PureModule, outside
+from coterie.core.pytree import Params, leaves, take
+
+if TYPE_CHECKING:
+    from coterie.storage.inputs import Inputs
+
+PerRow = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> (n,)
+
+
+@dataclass(frozen=True)
+class ModuleFunctions:
+    """What a task does with its module.
+
+    Args:
+        make: Makes modules to begin with.
+        pure: The module as a function.
+        loss: `loss(output, y) -> (n,)`.
+        score: `score(output, y) -> (n,)`.
+        verify: Looks at an output and the targets; returns what is wrong with them, or None.
+        mix: The outputs (j, n, …) of j models, and their shares (j,), as one output (n, …).
+        inputs: How a row is taken apart into several inputs; None where it is one.
+    """
+
+    make: Maker
+    pure: PureModule
+    loss: PerRow
+    score: PerRow
+    verify: Callable[[Tensor, Tensor], str | None]
+    mix: Callable[[Tensor, Tensor], Tensor]
+    inputs: Inputs | None = None
+
+    def init(self, key: Key) -> Params:
+        """A model to begin with."""
+        made = self.make.init(key)
+        own = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+        kinds = self.pure.kinds
+        return {n: own[n].detach().clone() for n in (*kinds.trained, *kinds.carried)}
+
+    def output(self, params: Params, x: Tensor, mask: Tensor) -> Tensor:
+        """The module's output, as it is scored."""
+        return self.pure(params, *self._arguments(x), mask)
+
+    def losses(self, params: Params, data: Any) -> Tensor:
+        """The loss of every row."""
+        return self.loss(self.output(params, data.x, data.mask), data.y)
+
+    def scores(self, params: Params, data: Any) -> Tensor:
+        """The score of every row."""
+        return self.score(self.output(params, data.x, data.mask), data.y)
+
+    def training(self, params: Params, data: Any, seed: Tensor) -> tuple[Tensor, Params]:
+        """The loss of every row in training, and the buffers that the pass has moved."""
+        if self.pure.moves is False:
+            return self.losses(params, data), {}
+        out, moved = self.pure.train(params, *self._arguments(data.x), data.mask, seed)
+        return self.loss(out, data.y), moved
+
+    def mixed(self, params: Params, x: Tensor, mask: Tensor, shares: Tensor) -> Tensor:
+        """The output of several models (j, …) together."""
+        each = range(len(leaves(params)[0]))
+        return self.mix(torch.stack([self.output(take(params, j), x, mask) for j in each]), shares)
+
+    def check(self, data: Any) -> str | None:
+        """What is wrong with rows, None if the module takes them."""
+        args, kwargs = self._arguments(data.x[:1].cpu())
+        model = self.init(Key.of(0))
+        try:
+            with torch.no_grad():
+                if wrong := self.pure.fault(args, kwargs):
+                    return wrong
+                out = self.pure(model, args, kwargs, torch.ones(1))
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            why = f" ({error})" if isinstance(error, ValueError | TypeError) else ""  # torch speaks of its own matters
+            return f"{self.pure.name} does not take {self._given(data.x)}{why}"
+        wrong = outside(self.make(0), data.x) or self._wrong_rows(out) or self.verify(out, data.y)
+        return wrong or self._wrong_loss(out, data.y[:1].cpu()) or self._unsteady(model, args, kwargs, out)
+
+    def first_layer(self, x: Tensor) -> FirstLinear | None:
+        """The module taken apart after its first layer, where training is the same as scoring."""
+        if self.inputs is not None or self.pure.fault((x,), {}) or self.pure.moves:
+            return None
+        return split_first_linear(self.make(0), self.loss, x)
+
+    def _arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((x,), {}) if self.inputs is None else self.inputs.unpack(x)
+
+    def _given(self, x: Tensor) -> str:
+        if self.inputs is not None:
+            return "inputs " + ", ".join(
+                f"{p.name or 'of'} {p.shape} {str(p.dtype).removeprefix('torch.')}" for p in self.inputs.parts
+            )
+        hint = "; give float32" if x.dtype in (torch.float16, torch.bfloat16, torch.float64) else ""
+        if not x.is_floating_point() and any(p.is_floating_point() for p in self.init(Key.of(0)).values()):
+            hint = "; most layers take float32"
+        return f"rows of shape {tuple(x.shape[1:])} and type {x.dtype}{hint}"
+
+    def _wrong_rows(self, out: Tensor) -> str | None:
+        if out.dim() < 1 or len(out) != 1:
+            return f"{self.pure.name} must give one output per row, but gives {tuple(out.shape)} for one row"
+        return None
+
+    def _wrong_loss(self, out: Tensor, y: Tensor) -> str | None:
+        """A loss may be any function: what it returns is looked at."""
+        two, targets = out.expand(2, *out.shape[1:]), y.expand(2, *y.shape[1:])
+        for what, function in (("loss", self.loss), ("score", self.score)):
+            try:
+                shape = tuple(function(two, targets).shape)
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+                return f"the {what} does not take outputs {_kind(out)} with targets {_kind(y)} ({error})"
+            if shape != (2,):
+                hint = "; torch's losses do so with reduction='none'" if shape == () else ""
+                return f"the {what} must give one value per row, got shape {shape} for 2 rows{hint}"
+        return None
+
+    def _unsteady(self, model: Params, args: Any, kwargs: Any, out: Tensor) -> str | None:
+        """Random numbers may also come from Python or numpy."""
+        with torch.no_grad():
+            again = self.pure(model, args, kwargs, torch.ones(1))
+        if torch.equal(out.nan_to_num(), again.nan_to_num()):
+            return None
+        return f"{self.pure.name} gives another output for the same row and parameters when it is called again"
+
+
+def _kind(x: Tensor) -> str:
+    return f"{tuple(x.shape[1:])} of {x.dtype}"
