@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.core import federation_display
 from coterie.core.task import Data, Task
 from coterie.storage import mapped
 from coterie.storage.packed import Array, Client, Packed, check_rows, client_name, take_in
@@ -60,6 +61,12 @@ class Federation:
                 raise ValueError(f"Federation: {name} is given for {len(given)} clients, but there are {m}")
         if self.ids is not None and len(set(self.ids)) < m:
             raise ValueError(f"Federation: two clients are called '{Counter(self.ids).most_common(1)[0][0]}'")
+
+    def __repr__(self) -> str:
+        return str(federation_display.card(self))
+
+    def _repr_html_(self) -> str:
+        return federation_display.card(self).html()
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
