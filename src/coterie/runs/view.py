@@ -106,8 +106,8 @@ class View:
     @property
     def groups(self) -> np.ndarray | None:
         """The true group of every client, None where nobody knows it."""
-        groups = self.result and self.result.get("groups")
-        return None if not groups else np.array(groups)
+        groups = None if self.result is None else self.result.get("groups")
+        return None if groups is None else np.array(groups)
 
     @property
     def names(self) -> list[str]:
@@ -118,4 +118,4 @@ class View:
     @property
     def tree(self) -> list[dict[str, Any]] | None:
         """The outline of the tree of models, None where there is none."""
-        return self.result and self.result.get("tree")
+        return None if self.result is None else self.result.get("tree")
