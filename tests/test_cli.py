@@ -1,12 +1,20 @@
 """The command line as a user types it."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import coterie as ct
+from coterie.cli import show
 from coterie.cli.main import main
 from coterie.runs.metrics import ari
 
@@ -241,3 +249,96 @@ def test_bad_files_to_assign(coterie, config, tmp_path, content, message):
 def test_set_needs_a_table_and_a_value(coterie, config):
     code, _, errors = coterie("run", config, "--set", "k=3")
     assert code == 2 and "--set takes table.key=value" in errors
+
+
+@pytest.fixture
+def half(coterie, config, tmp_path):
+    """A run of eight rounds that was stopped after five."""
+    coterie("run", config, "--out", tmp_path / "whole")
+    half = shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(half / "final")
+    lines = (half / "events.jsonl").read_text().splitlines(keepends=True)
+    fifth = next(i for i, line in enumerate(lines) if json.loads(line).get("round") == 5)
+    (half / "events.jsonl").write_text("".join(lines[: fifth + 1]))
+    return half
+
+
+def test_show_an_unfinished_run(coterie, half, tmp_path):
+    code, text, _ = coterie("show", half, "--picture", tmp_path / "half.png")
+    assert code == 0 and "running or stopped after round 5 of 8" in text and "accuracy 0." in text
+    last = json.loads((half / "events.jsonl").read_text().splitlines()[-1])
+    listed = [line.split() for line in text.splitlines() if line[:1].isdecimal()]
+    assert [(int(j), int(n), float(score)) for j, n, score in listed] == [
+        (j, n, pytest.approx(score, abs=1e-4))
+        for j, (n, score) in enumerate(zip(last["members"], last["per_cluster"], strict=True))
+    ]
+    assert (tmp_path / "half.png").read_bytes().startswith(b"\x89PNG")
+    shown = json.loads(coterie("show", half, "--json")[1])
+    assert not shown["finished"] and shown["rounds"] == 5 and shown["last"]["members"] == last["members"]
+    assert json.loads(coterie("show", tmp_path / "whole", "--json")[1])["finished"]
+
+
+def test_show_a_run_without_rounds(coterie, half, tmp_path):
+    (half / "events.jsonl").unlink()
+    assert "running or stopped after round 0 of 8" in coterie("show", half)[1]
+    code, _, errors = coterie("show", half, "--picture", tmp_path / "x.png")
+    assert code == 2 and "has no round yet" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begin"), [("jpg", b"\xff\xd8\xff"), ("JPEG", b"\xff\xd8\xff"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_a_picture_has_the_format_of_its_suffix(coterie, half, suffix, begin):
+    picture = half / f"run.{suffix}"
+    assert coterie("show", half, "--picture", picture)[0] == 0
+    assert picture.read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("name", ["run.gif", "run"])
+def test_other_pictures_are_refused_before_anything_is_shown(coterie, half, name):
+    code, text, errors = coterie("show", half, "--picture", half / name)
+    assert (code, text) == (2, "") and errors.count("\n") == 1
+    assert errors.endswith(f"{name}: a picture must end in .png, .jpg, .jpeg, .svg or .pdf\n")
+
+
+def test_watch_ends_with_the_run(coterie, half, tmp_path, monkeypatch):
+    monkeypatch.setattr(show, "PAUSE", 0.05)
+
+    def finish():
+        time.sleep(0.3)
+        shutil.copy(tmp_path / "whole" / "events.jsonl", half)
+        shutil.copytree(tmp_path / "whole" / "final", half / "final")
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    code, text, _ = coterie("show", half, "--watch")
+    thread.join()
+    assert code == 0 and "16 clients, 8 rounds" in text and "running or stopped" not in text
+    code, _, errors = coterie("show", half, "--watch", "--json")
+    assert code == 2 and errors == "coterie: show takes --watch or --json, not both: what is watched is redrawn\n"
+
+
+def test_ctrl_c_ends_watching(coterie, half, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show.time, "sleep", interrupted)
+    code, text, errors = coterie("show", half, "--watch")
+    assert code == 130 and "after round 5 of 8" in text and errors == ""
+
+
+def test_version(coterie):
+    assert coterie("--version") == (0, "coterie 0.2.0\n", "")
+
+
+def test_ctrl_c_while_torch_is_loaded(tmp_path):
+    """A module called typer, which the command line imports early, says when the import has begun."""
+    (tmp_path / "typer.py").write_text("import sys, time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(ct.__file__).parents[1])])
+    command = [sys.executable, "-m", "coterie", "list"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **streams) as process:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")

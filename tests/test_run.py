@@ -14,7 +14,6 @@ import torch
 import coterie as ct
 from coterie.runs import folder as record
 from coterie.runs.evaluate import Scores
-from coterie.runs.progress import Progress
 
 TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 
@@ -263,17 +262,6 @@ def test_the_log_names_the_chunks(tmp_path, digits):
     told = [e["message"] for e in record.read_events(tmp_path / "run") if e["event"] == "log"]
     expected = "IFCA.step on up to 366 train rows: 16 clients in chunks of"
     assert any(expected in m and "GiB free on cpu" in m for m in told), told
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_one_line_of_a_terminal_and_elsewhere_one_for_each_round(terminal, digits):
-    lines = []
-    methods = {"write": lambda self, s: lines.append(s), "flush": lambda self: None, "isatty": lambda self: terminal}
-    stream = type("Stream", (), methods)()
-    ct.fit(ct.IFCA(2), TASK, digits, rounds=2, callbacks=[Progress("IFCA", 2, "accuracy", "cpu", stream)])
-    assert len(lines) == 2 and lines[1].endswith("on cpu\n")
-    assert lines[0].startswith("\r") == terminal and lines[0].endswith("\n") != terminal
-    assert all(word in lines[1] for word in ("round 2/2", "loss", "accuracy", "groups 2", "s/round"))
 
 
 def test_at_most_a_hundred_evaluations():

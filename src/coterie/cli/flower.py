@@ -78,10 +78,11 @@ def run(
     number = submit(lab, config, where, resume=resume)
     name, metric = type(asked.algorithm).__name__, asked.task.metric
     try:
-        watch(lab, number, where, _shower(Progress(name, asked.run["rounds"], metric, "flower")))
+        with Progress(name, asked.run["rounds"], metric, "flower") as progress:
+            watch(lab, number, where, _shower(progress))
     except KeyboardInterrupt:
         lab.flwr("stop", str(number), NAME)
-        sys.stderr.write(f"\nstopped run {number}; go on with --resume\n")
+        sys.stderr.write(f"stopped run {number}; go on with --resume\n")
         raise
     display.emit(display.summary(where), as_json, lambda: display.show(where))
 
@@ -105,7 +106,8 @@ def _shower(progress: Progress) -> Callable[[dict[str, Any]], None]:
 
     def show(event: dict[str, Any]) -> None:
         if event["event"] == "log":
-            sys.stderr.write(f"\r\033[K{event['message']}\n" if sys.stderr.isatty() else f"{event['message']}\n")
+            with progress.aside():
+                sys.stderr.write(f"{event['message']}\n")
         elif event["event"] == "round":
             progress(event)
 

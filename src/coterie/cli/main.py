@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+import coterie
 from coterie.cli import demo as demo_module
 from coterie.cli import flower, lab
 from coterie.cli import show as display
@@ -22,7 +23,6 @@ from coterie.cli.options import Device, Json
 from coterie.engines import ranks
 
 app = typer.Typer(
-    help="Find the hidden groups of a federation's clients and train one model per group.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,8 +31,22 @@ app = typer.Typer(
 app.add_typer(flower.app, name="flower")
 app.add_typer(lab.bench, name="bench")
 app.command()(lab.reproduce)
-
 PATIENCE = 10  # seconds that a failed process waits for the first one to report the error
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"coterie {coterie.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Find the hidden groups of a federation's clients and train one model per group."""
 
 
 @app.command()
@@ -79,14 +93,20 @@ def run(
 def show(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     picture: Annotated[
-        Path | None, typer.Option(help="Also draw its curves, and its tree if it has one: a PNG.")
+        Path | None, typer.Option(help="Also draw its scores, its clusters and its tree: a .png, .jpg, .svg or .pdf.")
     ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every second until the run is finished.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the result of a run: its clusters, its scores, its last rounds."""
+    """Show a run, finished or not: its clusters, its scores, its last rounds."""
     from coterie.runs import plots
 
-    display.emit(display.summary(run), as_json, lambda: display.show(run))
+    if picture:
+        plots.picture_format(picture)  # before anything is printed
+    if watch and as_json:
+        raise ValueError("show takes --watch or --json, not both: what is watched is redrawn")
+    draw = display.watch if watch else display.show
+    display.emit(display.standing(run), as_json, lambda: draw(run))
     if picture:
         plots.run(picture, run)
 

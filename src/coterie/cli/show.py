@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from coterie.core.model_tree import drawn
 from coterie.runs.folder import read_config, read_history, read_result
+from coterie.runs.view import View
 
 console = Console()
+PAUSE = 1.0  # seconds between two looks at a run that is watched
 
 
 def emit(content: Any, as_json: bool, draw: Callable[[], None]) -> None:
@@ -45,20 +51,55 @@ def summary(path: Path, brief: bool = False) -> dict[str, Any]:
     return {"run": str(path), "rounds": len(read_history(path)), "config": read_config(path), "result": result}
 
 
-def show(path: Path) -> None:
-    """Print a run: its result, its clusters and some of its rounds.
+def standing(path: Path) -> dict[str, Any]:
+    """Return what is known of a run: its summary, or as long as it is not finished its last round.
 
     Args:
         path: The run folder.
     """
-    info = summary(path)
-    result, config = info["result"], info["config"]
-    history = read_history(path)
-    console.print(_run_line(info))
-    console.print(_clusters(result, history))
-    if result.get("tree"):
-        console.print("\n".join(drawn(result["tree"])) + "\n", highlight=False)
-    metric = result["metric"]
+    view = View.of(path)
+    if view.result is not None:
+        return {**summary(path), "finished": True}
+    last = view.history[-1] if view.history else None
+    return {"run": str(path), "rounds": len(view.history), "config": view.config, "last": last, "finished": False}
+
+
+def show(path: Path) -> None:
+    """Print a run, finished or not: its result, its clusters and some of its rounds.
+
+    Args:
+        path: The run folder.
+    """
+    console.print(_page(View.of(path)))
+
+
+def watch(path: Path) -> None:
+    """Print a run again and again, in place, until it is finished.
+
+    Args:
+        path: The run folder.
+    """
+    with Live(_page(view := View.of(path)), console=console, auto_refresh=False) as live:
+        while view.result is None:
+            time.sleep(PAUSE)
+            view = View.of(path)
+            live.update(_page(view), refresh=True)
+
+
+def _page(view: View) -> Group:
+    """All that is printed of a run."""
+    parts: list[Any] = [_run_lines(view)]
+    if view.sizes:
+        parts.append(_clusters(view))
+    if view.tree:
+        parts.append(Text("\n".join(drawn(view.tree)) + "\n"))
+    if view.history:
+        parts.append(_rounds(view.history, view.metric))
+    return Group(*parts, Text(f"settings: {view.config['algorithm']}", style="dim"))
+
+
+def _rounds(history: list[dict[str, Any]], metric: str) -> Table:
+    """List about eight rounds, evenly spaced, with the last."""
     rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
     scored = [r for r in history if r.get(metric) is not None]
     shown = scored if len(scored) >= 8 else history
@@ -77,8 +118,7 @@ def show(path: Path) -> None:
             *sizes,
             f"{r['seconds']:.3f}",
         )
-    console.print(rounds)
-    console.print(f"settings: {config['algorithm']}", style="dim")
+    return rounds
 
 
 def compare(paths: list[Path]) -> None:
@@ -100,19 +140,18 @@ def compare(paths: list[Path]) -> None:
     console.print(table)
 
 
-def _clusters(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
+def _clusters(view: View) -> Table:
     """Make a table of the clusters with their points, or their clients, or only the number of their members."""
-    if result.get("table"):
-        return _points(result["table"])
-    return _counted(result, history) if set(result["labels"]) == {-1} else _clients(result)
+    if view.result is None or (view.labels is None and not view.result.get("table")):
+        return _counted(view)
+    return _points(view.result["table"]) if view.labels is None else _clients(view.result)
 
 
-def _counted(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
-    """List every cluster with its size in the last round, for a secure sum, which does not reveal the members."""
-    members = history[-1]["members"] if history else None
-    table = _table("cluster", ">members", f">{result['metric']}")
-    for j, n in enumerate(members or []):  # the history does not list the sizes of very many clusters
-        score = result["per_cluster"].get(str(j))  # missing if the cluster is too small to be opened
+def _counted(view: View) -> Table:
+    """List every cluster with its size in the last round: who its members are is not known yet, or a secret."""
+    table = _table("cluster", ">members", f">{view.metric}")
+    for j, n in view.sizes.items():
+        score = view.per_cluster.get(j)  # missing if nobody was scored yet, or the cluster is too small to be opened
         table.add_row(str(j), str(n), "" if score is None else f"{score:.4f}")
     return table
 
@@ -286,13 +325,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _run_line(info: dict[str, Any]) -> str:
-    r, config = info["result"], info["config"]
-    parts = [
-        f"[bold]{config['algorithm']['name']}[/bold] on {config['data']['name']}",
-        f"{len(r['labels'])} clients, {info['rounds']} rounds, {r['seconds']:.1f} s on {r['device']}",
-        f"[bold]{r['metric']} {r['score']:.4f}[/bold]",
-    ]
+def _run_lines(view: View) -> str:
+    r = view.result
+    score = [] if view.score is None else [f"[bold]{escape(view.metric)} {view.score:.4f}[/bold]"]
+    parts = [f"[bold]{escape(view.name)}[/bold]"]
+    if r is None:
+        return "\n".join([*parts, f"[yellow]{view.standing}[/yellow]", *score])
+    parts += [f"{len(r['labels'])} clients, {len(view.history)} rounds, {r['seconds']:.1f} s on {r['device']}", *score]
     if "ari" in r:
         parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
     return "\n".join(parts)

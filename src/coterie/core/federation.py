@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.core import federation_display
 from coterie.core.task import Data, Task
 from coterie.storage import mapped
 from coterie.storage.clients import Given, Reader, one_per_client
@@ -67,6 +68,12 @@ class Federation:
         shape = tuple(self.train.x.shape[1:])
         if self.inputs is not None and shape != (self.inputs.width,):
             raise ValueError(f"Federation: rows have shape {shape}, but inputs take {self.inputs.width} numbers apart")
+
+    def __repr__(self) -> str:
+        return str(federation_display.card(self))
+
+    def _repr_html_(self) -> str:
+        return federation_display.card(self).html()
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1

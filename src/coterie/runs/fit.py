@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,9 +140,11 @@ def fit_on(
     record = None
     if out:
         record = Record(out, config, resume=resume) if engine.leads else Onlooker(out)
-    listeners = [*callbacks, *_progress(algorithm, rounds, engine)] if engine.leads else []
+    listeners = list(callbacks) if engine.leads else []
+    name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
+    progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
     every = math.ceil(rounds / evaluations)
-    return Loop(algorithm, membership, key, rounds, every, record, listeners).run(resume)
+    return Loop(algorithm, membership, key, rounds, every, record, listeners, progress).run(resume)
 
 
 def check_uplink(uplink: Sequence[Transform]) -> Uplink:
@@ -187,9 +188,3 @@ def _config(algorithm: Method, task: Task, federation: Federation, run: dict[str
         "data": federation.source or {"name": "custom", "clients": len(federation)},
         "run": run,
     }
-
-
-def _progress(algorithm: Method, rounds: int, engine: Engine) -> list[Progress]:
-    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
-        return []
-    return [Progress(type(algorithm).__name__, rounds, engine.task.metric, str(engine.device))]

@@ -20,7 +20,7 @@ from typing import Any
 from coterie.core.pytree import Params
 from coterie.storage import snapshot
 
-ROSTER = "roster.json"
+ROSTER, RESULT = "roster.json", "final/result.json"
 KEPT = 2  # checkpoints: the one before is there should the last be damaged
 PACE = 10  # a checkpoint is written once it is this many times cheaper than the work since the last
 
@@ -86,7 +86,7 @@ class Record:
 
         with snapshot.atomic(self.path / "final" / "models.safetensors") as part:
             save_file({n: x.detach().cpu().contiguous() for n, x in models.items()}, part)
-        snapshot.write_text(self.path / "final" / "result.json", json.dumps(result, indent=1) + "\n")
+        snapshot.write_text(self.path / RESULT, json.dumps(result, indent=1) + "\n")
 
 
 class Onlooker(Record):
@@ -154,11 +154,15 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 def read_result(path: Path) -> dict[str, Any]:
     """result.json as a dict."""
-    file = path / "final" / "result.json"
-    if not file.is_file():
+    if not finished(path):
         read_config(path)  # says so if this is no run folder at all
         raise ValueError(f"{path} is not finished: {len(read_history(path))} rounds so far; resume it first")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json.loads((path / RESULT).read_text(encoding="utf-8"))
+
+
+def finished(path: Path) -> bool:
+    """Whether a run has come to its end."""
+    return (path / RESULT).is_file()
 
 
 def read_checkpoint(path: Path, types: dict[str, type]) -> tuple[Any | None, list[Path]]:

@@ -17,6 +17,7 @@ from coterie.core.method import Method, Report
 from coterie.core.pytree import to_device
 from coterie.runs.evaluate import Scores, evaluate
 from coterie.runs.folder import Record
+from coterie.runs.progress import Progress
 from coterie.runs.run import Diverged, Run, summary
 from coterie.storage import snapshot
 
@@ -47,9 +48,11 @@ class Loop:
         every: int,  # rounds between two evaluations
         record: Record | None,
         callbacks: list[Any],
+        progress: Progress,
     ) -> None:
         self.method, self.membership, self.key = method, membership, key
-        self.rounds, self.every, self.record, self.callbacks = rounds, every, record, callbacks
+        self.rounds, self.every, self.record = rounds, every, record
+        self.callbacks, self.progress = callbacks, progress
         self.history: list[dict[str, Any]] = []
         self.now = _Now(None, 0, {})
         self.start_seconds = 0.0
@@ -73,12 +76,11 @@ class Loop:
         try:
             if resume:
                 self.membership.renew()  # clients may be reached in another way than before
-            if not (resume and self._restore()):
-                self._start()
-            for t in range(self.now.done, self.rounds):
-                if self.method.done(self.state):
-                    break
-                self._round(t)
+            restored = resume and self._restore()
+            with self.progress:  # its line ends before anything else is said
+                if not restored:
+                    self._start()
+                self._rounds()
             return self._finish()
         except (KeyboardInterrupt, ConnectionError):  # the second where another process of the run is gone
             self._checkpoint(force=True)
@@ -86,6 +88,12 @@ class Loop:
             if self.cohort.engine.leads:
                 _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
+
+    def _rounds(self) -> None:
+        for t in range(self.now.done, self.rounds):
+            if self.method.done(self.state):
+                break
+            self._round(t)
 
     def _start(self) -> None:
         begin = time.perf_counter()
@@ -124,8 +132,11 @@ class Loop:
         self.history.append(row)
         self._publish(state, t + 1)
         self._checkpoint(force=self.cohort.engine.remote)
-        for callback in self.callbacks:
-            callback(row)
+        self.progress(row)
+        if self.callbacks:
+            with self.progress.aside():
+                for callback in self.callbacks:
+                    callback(row)
 
     def _meet(self, t: int) -> None:
         """Before a round: reach clients that are back, and let those in that are new."""
@@ -270,7 +281,7 @@ def _names(clusters: set[int]) -> str:
 
 
 def _interrupted(done: int, rounds: int, record: Record | None) -> str:
-    done_so_far = f"\ninterrupted after round {done} of {rounds}"
+    done_so_far = f"interrupted after round {done} of {rounds}"
     if record is None:
         return f"{done_so_far}; nothing was kept, because fit() was given no out folder"
     return f"{done_so_far}; go on with --resume (in Python, resume=True) and the folder {record.path}"

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
 from coterie.core.federation import Federation
 from coterie.runs.folder import read_history, read_result
+from coterie.runs.view import View
 from coterie.storage.snapshot import atomic
 
 COLOURS = ("#1b6ca8", "#d1495b", "#edae49", "#3f8f5f", "#7a5195", "#5c4d3c", "#2f9e9e", "#9a9a9a")
+INK = "#222222"
+FORMATS = ("png", "jpg", "jpeg", "svg", "pdf")
+LISTED = 8  # clusters that a legend names
+FEW = 40  # clients at most that are written by name
+STRIP = 240  # places of a strip at most; where there are more clients, several share one
 
 
 def figure(width: float, height: float) -> Any:
@@ -29,9 +36,35 @@ def tidy(axes: Any) -> None:
 
 
 def save(fig: Any, path: Path) -> None:
-    """Write a PNG whole or not at all."""
+    """Write a picture whole or not at all."""
+    kind = picture_format(path)
     with atomic(path) as part:
-        fig.savefig(part, format="png")
+        fig.savefig(part, format=kind)
+
+
+def picture_format(path: Path) -> str:
+    """The format that a file's suffix asks for.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+    if (kind := path.suffix.lstrip(".").lower()) not in FORMATS:
+        raise ValueError(f"{path}: a picture must end in {', '.join(f'.{f}' for f in FORMATS[:-1])} or .{FORMATS[-1]}")
+    return kind
+
+
+def colour(cluster: int) -> tuple[float, ...]:
+    """The colour of a cluster in all pictures: seven, then the same lighter, then darker."""
+    from matplotlib.colors import to_rgb
+
+    hues = len(COLOURS) - 1  # the last one is that of no cluster
+    paper, share = ((1.0, 0.0), (1.0, 0.45), (0.0, 0.4))[cluster // hues % 3]
+    return tuple((1 - share) * part + share * paper for part in to_rgb(COLOURS[cluster % hues]))
+
+
+def distinct(clusters: int) -> bool:
+    """Whether there are colours for so many clusters."""
+    return clusters <= 3 * (len(COLOURS) - 1)
 
 
 def curves(axes: Any, runs: dict[str, Path]) -> None:
@@ -83,15 +116,111 @@ def demo(path: Path, runs: dict[str, Path], clustered: str, federation: Federati
 
 
 def run(path: Path, folder: Path) -> None:
-    """The picture of a run: its score over the rounds and, where it has one, its tree of models."""
-    outline = read_result(folder).get("tree")
-    fig = figure(10 if outline else 5.5, 4)
-    axes = fig.subplots(1, 2 if outline else 1, squeeze=False)[0]
-    curves(axes[0], {folder.name: folder})
-    axes[0].set_xlim(right=axes[0].get_xlim()[1] * 1.25)  # room for the name
-    if outline:
-        tree(axes[1], outline, len(read_history(folder)))
+    """The picture of a run, finished or not: its score over the rounds, its tree if it has one, and who is where."""
+    view = View.of(folder)
+    if not view.history:
+        raise ValueError(f"{folder} has no round yet that could be drawn")
+    fig = figure(15 if view.tree else 10.5, 4.2)
+    fig.suptitle(view.title, fontsize=12)
+    left, *middle, right = fig.subplots(1, 3 if view.tree else 2)
+    score(left, view.history, view.metric, view.sizes)
+    left.set_title("Score over the rounds", fontsize=10)
+    if view.tree:
+        tree(middle[0], view.tree, len(view.history))
+        middle[0].set_title("Tree of models", fontsize=10)
+    who(right, view)
     save(fig, path)
+
+
+def score(axes: Any, history: list[dict[str, Any]], metric: str, sizes: dict[int, int]) -> None:
+    """A run's score over its rounds: a thick line for all clients, and a thin one for each cluster, in its colour.
+
+    Args:
+        axes: Where to draw.
+        history: The rounds, one dict each.
+        metric: The name of the score.
+        sizes: The members of every cluster, for the legend.
+    """
+    rows = [row for row in history if row.get(metric) is not None]
+    rounds = [row["round"] for row in rows]
+    marker = "" if len(rows) > 1 else "."  # a line needs two points
+    clusters = _by_cluster(rows)
+    if len(clusters) > 1 and distinct(len(clusters)):
+        labels = [f"cluster {j} ({sizes.get(j, 0):,})" for j in range(min(len(clusters), LISTED))]
+        if (more := len(clusters) - LISTED) > 0:
+            labels.append(f"and {more} more")
+        for j, own in enumerate(clusters):
+            label = labels[j] if j < len(labels) else None
+            axes.plot(rounds, own, color=colour(j), lw=1, marker=marker, label=label)
+    axes.plot(rounds, [row[metric] for row in rows], color=INK, lw=2, marker=marker, label="mean over clients")
+    axes.set_xlabel("round")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel(metric)
+    axes.margins(x=0.02)
+    axes.legend(frameon=False, fontsize=8)
+    tidy(axes)
+
+
+def _by_cluster(rows: list[dict[str, Any]]) -> list[list[float]]:
+    """The scores of every cluster, NaN where it has none; there may be more clusters from round to round."""
+    each = [row["per_cluster"] or [] for row in rows]
+    most = max(map(len, each), default=0)
+    return [[np.nan if j >= len(own) or own[j] is None else own[j] for own in each] for j in range(most)]
+
+
+def who(axes: Any, view: View) -> None:
+    """Who is in which cluster: clients by name where they are few, else as a strip; or only how many there are."""
+    shown = [j for j in view.sizes if distinct(j + 1)]
+    labels = view.labels
+    title = "Who is in which cluster"
+    if labels is None:
+        title = "Members of each cluster"
+        axes.barh(range(len(shown)), [view.sizes[j] for j in shown], color=[colour(j) for j in shown])
+        axes.set_xlabel("members")
+    elif len(labels) <= FEW:
+        _names(axes, view, labels, shown)
+    else:
+        _strip(axes, view, labels, shown)
+    if more := len(view.sizes) - len(shown):
+        title += f" (the first {len(shown)}; {more:,} more)"
+    axes.set_title(title, fontsize=10)
+    axes.set_yticks(range(len(shown)), [f"cluster {j} ({view.sizes[j]:,})" for j in shown], fontsize=8)
+    axes.set_ylim(max(len(shown), 3) - 0.5, -0.5)  # the row of a single one would be too high
+    tidy(axes)
+    axes.grid(visible=False)
+
+
+def _names(axes: Any, view: View, labels: np.ndarray, shown: list[int]) -> None:
+    """Every client's name beside its cluster."""
+    for y, j in enumerate(shown):
+        names = ", ".join(view.names[i] for i in np.flatnonzero(labels == j))
+        lines = wrap(names, 44, max_lines=max(1, 16 // len(shown)), placeholder=" …")
+        axes.text(0.02, y, "\n".join(lines), color=colour(j), va="center", fontsize=9, parse_math=False)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+
+
+def _strip(axes: Any, view: View, labels: np.ndarray, shown: list[int]) -> None:
+    """A row for each cluster, in which its clients are marked at their places; by true groups where those are known."""
+    m, groups = len(labels), view.groups
+    order = np.arange(m) if groups is None else np.argsort(groups, kind="stable")
+    places = np.arange(m) * min(m, STRIP) // m
+    image = np.ones((len(shown), places[-1] + 1, 4))
+    for y, j in enumerate(shown):
+        image[y, :, :3] = colour(j)
+        image[y, :, 3] = np.bincount(places, labels[order] == j) / np.bincount(places)
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, m, len(shown) - 0.5, -0.5))
+    axes.hlines(np.arange(len(shown)) + 0.5, 0, m, color="white", lw=3)
+    if groups is None:
+        axes.set_xlabel("clients, in their order")
+        return
+    names, first, count = np.unique(groups[order], return_index=True, return_counts=True)
+    for start in first[1:]:
+        axes.axvline(start, color=COLOURS[7], lw=0.6, ls=":")
+    if len(names) <= 12:
+        axes.set_xticks(first + count / 2, [str(g) for g in names])
+    axes.set_xlabel("clients, by true group")
 
 
 def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
@@ -102,9 +231,9 @@ def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
     place = _places(nodes)
     for v, row in nodes.items():
         x, end = place[v], ends[v] or last
-        colour = COLOURS[7] if row["cluster"] is None else COLOURS[row["cluster"] % (len(COLOURS) - 1)]
+        own = COLOURS[7] if row["cluster"] is None else colour(row["cluster"])
         width = 1.5 + 10 * len(row["clients"]) / len(nodes[0]["clients"])
-        axes.plot([x, x], [row["round"], end], color=colour, lw=width, solid_capstyle="butt")
+        axes.plot([x, x], [row["round"], end], color=own, lw=width, solid_capstyle="butt")
         if row["children"]:
             axes.plot([place[c] for c in row["children"]], [end, end], color=COLOURS[7], lw=1.5)
             axes.annotate(f"α {row['cross']:.2f}", (x, end), (4, 4), textcoords="offset points", fontsize=8)

@@ -18,6 +18,7 @@ from coterie.core.model_tree import ModelTree
 from coterie.core.pytree import Params, take
 from coterie.core.task import Data, Task
 from coterie.engines import find_engine
+from coterie.runs import display
 from coterie.runs.evaluate import Along, PointScores, Scores, evaluate
 
 
@@ -48,6 +49,20 @@ class Run:
     history: list[dict[str, Any]]
     path: Path | None
     _cohort: Cohort
+
+    def __repr__(self) -> str:
+        return str(display.card(self))
+
+    def _repr_html_(self) -> str:
+        return display.card(self).html()
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the score over the rounds, with a thin line for each cluster, and return matplotlib's axes.
+
+        Args:
+            ax: The axes to draw on; None makes a figure, which a notebook shows by itself.
+        """
+        return display.plot(self, ax)
 
     @property
     def models(self) -> list[Params]:
