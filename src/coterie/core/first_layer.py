@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from coterie.core.losses import cross_entropy, squared_error
 from coterie.core.module import PureModule
@@ -76,6 +77,8 @@ def _split(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tenso
         return None
     layer = module.get_submodule(name)
     assert isinstance(layer, nn.Linear)
+    if is_parametrized(layer):
+        return None
     if not all(_sees(module, layer, rows) for rows in (x, *_drawn(x.shape))):
         return None
     prefix = f"{name}." if name else ""

@@ -75,18 +75,26 @@ class ModuleFunctions:
 
     def check(self, data: Any) -> str | None:
         """What is wrong with rows, None if the module takes them."""
+        if wrong := self.takes(data.x):
+            return wrong
         args, kwargs = self._arguments(data.x[:1].cpu())
         model = self.init(Key.of(0))
-        try:
-            with torch.no_grad():
-                if wrong := self.pure.fault(args, kwargs):
-                    return wrong
-                out = self.pure(model, args, kwargs, torch.ones(1))
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
-            why = f" ({error})" if isinstance(error, ValueError | TypeError) else ""  # torch speaks of its own matters
-            return f"{self.pure.name} does not take {self._given(data.x)}{why}"
+        with torch.no_grad():
+            if wrong := self.pure.fault(args, kwargs):
+                return wrong
+            out = self.pure(model, args, kwargs, torch.ones(1))
         wrong = outside(self.make(0), data.x) or self._wrong_rows(out) or self.verify(out, data.y)
         return wrong or self._wrong_loss(out, data.y[:1].cpu()) or self._unsteady(model, args, kwargs, out)
+
+    def takes(self, x: Tensor) -> str | None:
+        """What is wrong with rows without targets, tried on the first; None if the module takes them."""
+        try:
+            with torch.no_grad():
+                self.pure(self.init(Key.of(0)), *self._arguments(x[:1].cpu()), torch.ones(1))
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            why = f" ({error})" if isinstance(error, ValueError | TypeError) else ""  # torch speaks of its own matters
+            return f"{self.pure.name} does not take {self._given(x)}{why}"
+        return None
 
     def first_layer(self, x: Tensor) -> FirstLinear | None:
         """The module taken apart after its first layer, where training is the same as scoring."""

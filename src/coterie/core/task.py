@@ -328,6 +328,12 @@ class Task:
             spec=spec,
         )
 
+    def state_dict(self, params: Params) -> Params:
+        """A model as the `load_state_dict` of its module takes it."""
+        if self.functions is None:
+            return {n: x.detach().cpu() for n, x in params.items()}
+        return self.functions.pure.state_dict(params)
+
     def taking(self, inputs: Inputs | None) -> Task:
         """The task whose module is given the parts of a row as several inputs.
 

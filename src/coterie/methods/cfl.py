@@ -42,7 +42,6 @@ class State(NamedTuple):
     """What the server knows after a round. Models and updates are disguised if there is a disguise."""
 
     theta: Params  # the leaves' models (k, …)
-    moments: Any  # what the server's optimiser remembers of each (k, …)
     leaves: tuple[int, ...]  # the node of each of them
     tree: dict[int, Node]  # the parameter tree of Section V-C
     node: Tensor  # every client's node (m,); an inner one if the client was away when that was split
@@ -50,6 +49,7 @@ class State(NamedTuple):
     progress: Progress  # how the training of every leaf has gone (k,)
     shapes: Shapes  # of the parameters
     round: int
+    moments: Any = ()  # what the server's optimiser remembers of each (k, …)
 
 
 @register("cfl")

@@ -33,9 +33,9 @@ class State(NamedTuple):
     """What FedAvg knows after a round."""
 
     theta: Params  # the global model, stacked (1, …)
-    moments: Any  # what the server's optimiser remembers
     clients: int  # m
     round: int
+    moments: Any = ()  # what the server's optimiser remembers
 
 
 @register("fedavg")
@@ -60,7 +60,7 @@ class FedAvg(LocalTraining, ServerStep, Method):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """One model, drawn at random."""
         theta = stack([task.init(key.fold(0))])
-        return State(theta, self.begin_server(theta, task), cohort.population, 0)
+        return State(theta, cohort.population, 0, self.begin_server(theta, task))
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Sample clients, let them train, average."""

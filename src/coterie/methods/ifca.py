@@ -38,13 +38,13 @@ class State(NamedTuple):
     """What IFCA knows after a round."""
 
     theta: Params  # the cluster models θ_j of every start (r, k, …)
-    moments: Any  # what the server's optimiser remembers of each (r·k, …)
     labels: Tensor  # each client's last cluster identity (r, m), -1 where it has never taken part or it is hidden
     members: Tensor  # clients of each cluster (r, k): by the labels or, where these are hidden, of the last round
     quality: Tensor  # the loss by which starts are compared (r,)
     empty: Tensor  # rounds since each cluster last had a member (r, k)
     still: int  # rounds since a client last changed its cluster
     round: int
+    moments: Any = ()  # what the server's optimiser remembers of each (r·k, …)
 
 
 @register("ifca")
@@ -100,7 +100,7 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
         theta = self.tied(self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r))))
         never, none = torch.full((self.restarts, cohort.population), -1), torch.zeros(self.restarts, self.k).long()
         moments = self.begin_server(_in_line(theta), task)
-        return State(theta, moments, never, none, torch.full((self.restarts,), torch.inf), none.clone(), 0, 0)
+        return State(theta, never, none, torch.full((self.restarts,), torch.inf), none.clone(), 0, 0, moments)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 3 to 15."""

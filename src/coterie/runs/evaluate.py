@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.engine import OwnChoice
-from coterie.core.local import each_model, mean_loss, membership, personal_of
+from coterie.core.local import each_model, mean_loss, membership, model_losses, personal_of
 from coterie.core.method import Method, PointMethod
 from coterie.core.model_tree import ModelTree
 from coterie.core.pytree import Params, stack
@@ -174,6 +174,15 @@ class Scorer:
         return ClientStep(run)
 
     @client_step
+    def losses(self, task: Task) -> ClientStep:
+        """How each of the models that were sent serves the client."""
+
+        def run(theta: Params, local: Local) -> Reply:
+            return Reply(note={"losses": model_losses(task, theta, local.data, personal_of(local.memory))})
+
+        return ClientStep(run)
+
+    @client_step
     def tally(self, task: Task) -> ClientStep:
         """Add the score on the client's rows to those of its cluster; a client without rows adds nothing."""
 
@@ -225,6 +234,22 @@ class PointScorer:
             return Reply({"score": own.note["score"].nan_to_num()}, (rows > 0).float())
 
         return ClientStep(run, inner.draw)
+
+
+def margins(method: Method, state: Any, cohort: Cohort, labels: np.ndarray) -> np.ndarray:
+    """How much worse the best other cluster's model would serve each client, by the loss on its training rows (m,).
+
+    NaN where there is no other, every client has its own, or the server may see sums only.
+    """
+    models = method.models(state)
+    k = len(next(iter(models.values())))
+    nowhere = isinstance(method, PointMethod) or cohort.engine.sums_only or not 1 < k < max(3, len(cohort))
+    if nowhere or bool((labels < 0).any()):
+        return np.full(len(cohort), np.nan, dtype=np.float32)
+    losses = cohort.uncharged().gather(Scorer().losses, models).note["losses"].cpu()
+    own = torch.from_numpy(labels)[:, None]
+    others = losses.scatter(1, own, torch.inf).amin(1)
+    return (others - losses.gather(1, own)[:, 0]).numpy()
 
 
 Along = Literal["leaf", "root", "path"]

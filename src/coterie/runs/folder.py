@@ -4,7 +4,7 @@ config.toml                         algorithm, task, data, seed, rounds
 events.jsonl                        one line per round, and what the executor had to say
 roster.json                         who the clients are, where they are elsewhere and may come and go
 checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
-final/models.safetensors            the k models, stacked
+final/cluster-0.safetensors         the state dict of cluster 0, for load_state_dict; one file per cluster
 final/result.json                   labels and scores
 """
 
@@ -80,12 +80,9 @@ class Record:
         shutil.rmtree(self.path / "final", ignore_errors=True)
         return read_history(self.path)
 
-    def finish(self, models: Params, result: dict[str, Any]) -> None:
+    def finish(self, models: list[Params], result: dict[str, Any]) -> None:
         """Write the results."""
-        from safetensors.torch import save_file
-
-        with snapshot.atomic(self.path / "final" / "models.safetensors") as part:
-            save_file({n: x.detach().cpu().contiguous() for n, x in models.items()}, part)
+        write_models(self.path / "final", models)
         snapshot.write_text(self.path / RESULT, json.dumps(result, indent=1) + "\n")
 
 
@@ -115,8 +112,28 @@ class Onlooker(Record):
         """The rounds up to `done`."""
         return [row for row in read_history(self.path) if row["round"] <= done]
 
-    def finish(self, models: Params, result: dict[str, Any]) -> None:
+    def finish(self, models: list[Params], result: dict[str, Any]) -> None:
         """Nothing."""
+
+
+def write_models(folder: Path, models: list[Params]) -> None:
+    """Write a state dict per cluster, and remove those of clusters that are no more."""
+    from safetensors.torch import save_file
+
+    for j, model in enumerate(models):
+        with snapshot.atomic(folder / f"cluster-{j}.safetensors") as part:
+            save_file({n: x.contiguous() for n, x in model.items()}, part)
+    for file in folder.glob("cluster-*.safetensors"):
+        if int(file.stem.partition("-")[2]) >= len(models):
+            file.unlink()
+
+
+def read_models(path: Path) -> list[Params]:
+    """The state dicts of a run's clusters; none if it is not finished."""
+    from safetensors.torch import load_file
+
+    files = (path / "final").glob("cluster-*.safetensors")
+    return [load_file(file) for file in sorted(files, key=lambda f: int(f.stem.partition("-")[2]))]
 
 
 def read_config(path: Path) -> dict[str, Any]:

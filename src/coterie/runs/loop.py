@@ -94,6 +94,13 @@ class Loop:
             if self.method.done(self.state):
                 break
             self._round(t)
+            if self._called_off():
+                self._say_stop(t + 1)
+                break
+
+    def _say_stop(self, done: int) -> None:
+        self.cohort.ledger.messages.append(f"a callback ended the run after round {done} of {self.rounds}")
+        self._write_log()
 
     def _start(self) -> None:
         begin = time.perf_counter()
@@ -133,10 +140,14 @@ class Loop:
         self._publish(state, t + 1)
         self._checkpoint(force=self.cohort.engine.remote)
         self.progress(row)
-        if self.callbacks:
-            with self.progress.aside():
-                for callback in self.callbacks:
-                    callback(row)
+
+    def _called_off(self) -> bool:
+        """Whether a callback says that the run is to end here."""
+        if not self.callbacks or not self.history:
+            return False
+        row, run = self.history[-1], self._result()
+        with self.progress.aside():
+            return any([callback(row, run) for callback in self.callbacks])  # each is called
 
     def _meet(self, t: int) -> None:
         """Before a round: reach clients that are back, and let those in that are new."""
@@ -239,17 +250,16 @@ class Loop:
                 self.record.event("log", message=message)
 
     def _result(self) -> Run:
-        done = self.now.done
-        if self.scored is None or self.scored[0] != done:
-            self.scored = done, self._scores(self.state, max(0, done - 1))
-        return Run(
-            self.method,
-            self.state,
-            self.scored[1],
-            self.history[: self.now.done],
-            self.record and self.record.path,
-            self.cohort,
-        )
+        """The run as it stands. Clients are scored when somebody looks."""
+        state, done = self.state, self.now.done
+
+        def score() -> Scores:
+            if self.scored is None or self.scored[0] != done:
+                self.scored = done, self._scores(state, max(0, done - 1))
+            return self.scored[1]
+
+        path = self.record and self.record.path
+        return Run(self.method, state, self.history[:done], path, self.cohort, score)
 
     def _finish(self) -> Run:
         run = self._result()
@@ -260,7 +270,7 @@ class Loop:
             log.warning("the loss went up, from %.4g to %.4g; a smaller lr usually helps", first, last)
         if self.record:
             self._checkpoint(force=True)
-            self.record.finish(self.method.models(self.state), summary(run))
+            self.record.finish(run.models, summary(run))
             self.record.event("end", rounds=self.now.done)
         return run
 

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from coterie.core.cohort import Cohort
 from coterie.core.federation import Array, Federation
+from coterie.core.local import personal_of
 from coterie.core.method import Method, PointMethod
 from coterie.core.model_tree import ModelTree
-from coterie.core.pytree import Params, take
+from coterie.core.module_task import ModuleFunctions
+from coterie.core.pytree import Params, beside, stack, take
 from coterie.core.task import Data, Task
 from coterie.engines import find_engine
 from coterie.runs import display
-from coterie.runs.evaluate import Along, PointScores, Scores, evaluate
+from coterie.runs.evaluate import Along, PointScores, Scores, evaluate, margins
+from coterie.runs.folder import read_models
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+AT_ONCE = 4096  # rows that are predicted together
 
 
 class Diverged(ValueError):
@@ -37,7 +48,6 @@ class Run:
     Attributes:
         algorithm: The method, with its hyperparameters.
         state: All that it has learnt.
-        scores: Every client scored with its model, chosen on its training rows.
         history: One dict per round: loss, score (also per cluster), labels changed, groups, members per cluster, bytes
             down and up, seconds.
         path: The run folder, None if nothing was written.
@@ -45,10 +55,16 @@ class Run:
 
     algorithm: Method
     state: Any
-    scores: Scores
     history: list[dict[str, Any]]
     path: Path | None
     _cohort: Cohort
+    _score: Callable[[], Scores]
+    _margins: np.ndarray | None = None  # of a run whose data are not here
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Every client scored with its model, chosen on its training rows."""
+        return self._score()
 
     def __repr__(self) -> str:
         return str(display.card(self))
@@ -65,10 +81,89 @@ class Run:
         return display.plot(self, ax)
 
     @property
+    def task(self) -> Task:
+        """What was learnt."""
+        return self._cohort.task
+
+    @property
     def models(self) -> list[Params]:
         """One state dict per cluster; each loads into the task's module."""
         stacked = self.algorithm.models(self.state)
-        return [{n: x.cpu() for n, x in take(stacked, j).items()} for j in range(len(next(iter(stacked.values()))))]
+        if self.task.functions is None and self.path is not None and (stored := read_models(self.path)):
+            return stored
+        return [self.task.state_dict(take(stacked, j)) for j in range(len(next(iter(stacked.values()))))]
+
+    def module(self, cluster: int | None = None, *, client: int | str | None = None) -> nn.Module:
+        """The module with a cluster's parameters, or with a client's, for scoring.
+
+        Args:
+            cluster: Its number.
+            client: A client's name, or its position: the module of its cluster, with what it keeps to itself.
+        """
+        if (cluster is None) == (client is None):
+            raise ValueError("module: give a cluster, such as run.module(0), or a client, such as run.module(client=3)")
+        models, functions = self.algorithm.models(self.state), self._functions()
+        if client is not None:
+            return functions.pure.loaded(self._model_of(self._position(client)))
+        if not isinstance(cluster, int) or not 0 <= cluster < (k := len(next(iter(models.values())))):
+            raise ValueError(f"module: cluster must be a whole number from 0 to {k - 1}, got {cluster!r}")
+        return functions.pure.loaded(take(models, cluster))
+
+    def predict(
+        self, x: Any, client: int | str | tuple[Any, Any] | None = None, *, probabilities: bool = False
+    ) -> np.ndarray:
+        """What the models say of rows: of a classifier the class, of a regressor the value.
+
+        Args:
+            x: Rows, as clients have them.
+            client: Whose rows these are: the name or the position of a client of the run, or a pair (x, y) of rows by
+                which a new client is placed first. None where nothing is known of the client: then the clusters' models
+                are mixed, each by its share of all clients.
+            probabilities: Of a classifier, the probability of every class.
+        """
+        rows = self._rows(x)
+        models, task = self.algorithm.models(self.state), self.task
+        if client is None:
+            members = self.algorithm.members(self.state).to(torch.float32)
+            theta, shares = models, members / members.sum().clamp(min=1)
+        else:
+            known = isinstance(client, int | str | np.integer)
+            own = self._model_of(self._position(client)) if known else take(models, self._placed(client))
+            theta, shares = stack([own]), torch.ones(1)
+        used = shares > 0 if bool((shares > 0).any()) else torch.ones_like(shares) > 0
+        theta, shares = take(theta, used.nonzero().flatten()), shares[used] if client is None else shares
+        out = self._outputs(theta, shares, rows)
+        if probabilities:
+            if task.metric != "accuracy":
+                raise ValueError(f"predict: only a classifier has probabilities; this task is scored by {task.metric}")
+            return out.softmax(-1).cpu().numpy()
+        return task.predict(out).cpu().numpy()
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per client: its name, cluster, score, margin and number of training rows.
+
+        The margin is how much worse the best of the other clusters' models would serve it, by the mean loss on its
+        training rows; NaN where there is one cluster only, or one for every client.
+        """
+        import pandas as pd
+
+        federation = self._cohort.federation
+        return pd.DataFrame(
+            {
+                "client": list(federation.ids or range(len(federation))),
+                "cluster": self.labels,
+                "score": self.scores.per_client,
+                "margin": self.margins,
+                "rows": federation.train.sizes.numpy(),
+            }
+        )
+
+    @cached_property
+    def margins(self) -> np.ndarray:
+        """How much worse the best other cluster would serve each client (m,)."""
+        return (
+            margins(self.algorithm, self.state, self._cohort, self.labels) if self._margins is None else self._margins
+        )
 
     @property
     def labels(self) -> np.ndarray:
@@ -97,14 +192,14 @@ class Run:
         """The share of clients, or of points, that belong to the commonest group of their cluster; None if unknown."""
         return self.scores.clustering.get("purity")
 
-    def assign(self, x: Array, y: Array | None = None) -> int | np.ndarray:
+    def assign(self, x: Any, y: Array | None = None) -> int | np.ndarray:
         """The cluster of a client that was not there; of methods that group points, the cluster of each row of x.
 
         Nothing is sent anywhere: a client that has the models can do it by itself.
         """
         if y is None and not self.algorithm.needs.points:
             raise ValueError(f"assign: {type(self.algorithm).__name__} places a client by its rows x and targets y")
-        return assign(self.algorithm, self.state, self._cohort.task, x, y)
+        return assign(self.algorithm, self.state, self.task, self._rows(x), y)
 
     @property
     def tree(self) -> ModelTree:
@@ -136,6 +231,58 @@ class Run:
         own = self._cohort.engine.in_the_open()
         return Cohort(find_engine(own.name)(federation, own.task, own.key, own.device, precision=own.precision))
 
+    # --- one client ---------------------------------------------------------------------------------------------------
+
+    def _position(self, client: int | str) -> int:
+        """The position of a client by its name or number."""
+        federation = self._cohort.federation
+        names = federation.ids or ()
+        if isinstance(client, str) and client in names:
+            return names.index(client)
+        if isinstance(client, str) or not 0 <= client < len(federation):
+            shown = ", ".join(names[:3]) if names else f"0 to {len(federation) - 1}"
+            raise ValueError(f"there is no client {client!r}; they are {shown}{', …' if len(names) > 3 else ''}")
+        return int(client)
+
+    def _placed(self, rows: Any) -> int:
+        if not isinstance(rows, tuple | list) or len(rows) != 2:
+            raise ValueError(f"client must be a name, a position, or a pair (x, y) of rows, got {type(rows).__name__}")
+        return int(self.assign(*rows))
+
+    def _model_of(self, i: int) -> Params:
+        """The model of a client's cluster, with what the client keeps to itself."""
+        j = int(self.labels[i])
+        if j < 0:
+            raise ValueError(f"{self._cohort.federation.name(i)} is in no cluster that the server knows of")
+        theta = take(self.algorithm.models(self.state), j)
+        return {**theta, **beside(next(iter(theta.values())), personal_of(self._cohort.ledger.memory.get(i)))}
+
+    def _functions(self) -> ModuleFunctions:
+        if self.task.functions is None:
+            raise ValueError(
+                "the run has no module here: load it with its task, ct.load(folder, task=Task.classifier(net))"
+            )
+        return self.task.functions
+
+    def _rows(self, x: Any) -> Any:
+        """Rows as the federation packs them."""
+        inputs = self._cohort.federation.inputs
+        if inputs is None:
+            return x
+        if not isinstance(x, tuple | Mapping):
+            raise ValueError(f"rows must be a tuple or a dict of inputs, as the clients' are, got {type(x).__name__}")
+        return inputs.pack(x)
+
+    def _outputs(self, theta: Params, shares: Tensor, x: Any) -> Tensor:
+        """The mixed output of models (j, …) on rows."""
+        functions, device = self._functions(), next(iter(theta.values())).device
+        rows = Federation.from_clients([(x, None)]).train.x
+        if wrong := functions.takes(rows):
+            raise ValueError(f"predict: {wrong}")
+        with torch.no_grad():
+            each = (part.to(device) for part in rows.split(AT_ONCE))
+            return torch.cat([functions.mixed(theta, x, x.new_ones(len(x)), shares.to(device)) for x in each])
+
 
 def assign(algorithm: Method, state: Any, task: Task, x: Array, y: Array | None) -> int | np.ndarray:
     """The cluster of one client with these rows, or of each of its points."""
@@ -158,7 +305,10 @@ def summary(run: Run) -> dict[str, Any]:
         "clusters": len(run.algorithm.members(run.state)),
         **run.scores.clustering,
         "per_cluster": {str(j): v for j, v in run.scores.per_cluster.items()},
-        "per_client": [None if math.isnan(v) else v for v in run.scores.per_client.tolist()],
+        "per_client": _listed(run.scores.per_client),
+        "losses": _listed(run.scores.loss),
+        "margins": _listed(run.margins),
+        "rows": run._cohort.federation.train.sizes.tolist(),
         "labels": run.labels.tolist(),
         "ids": list(names) if names else None,
         "groups": None if run.scores.groups is None else run.scores.groups.tolist(),
@@ -171,6 +321,11 @@ def summary(run: Run) -> dict[str, Any]:
         "executor": run._cohort.engine.name,
         "device": _device_name(run._cohort.engine.device),
     }
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    """Numbers for JSON, which has none that are not finite."""
+    return [v if math.isfinite(v) else None for v in values.tolist()]
 
 
 def _device_name(device: torch.device) -> str:
