@@ -1,5 +1,6 @@
 """The command line as a user types it."""
 
+import errno
 import json
 import sys
 
@@ -68,6 +69,23 @@ def test_run_show_compare_resume_overwrite(coterie, config, tmp_path):
     code, text, _ = coterie("compare", out, out)
     assert code == 0 and text.count("ifca") == 2
     assert len(json.loads(coterie("compare", out, "--json")[1])) == 1
+
+
+def test_a_run_is_resumed_or_overwritten_but_not_both(coterie, config, tmp_path):
+    code, _, errors = coterie("run", config, "--out", tmp_path / "run", "--resume", "--overwrite")
+    assert (code, errors.count("\n")) == (2, 1) and "--resume" in errors and "--overwrite" in errors
+
+
+def test_a_full_disk_is_told_in_one_line(coterie, config, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    code, _, errors = coterie("run", config, "--out", tmp_path / "run")
+    assert (code, errors.count("\n")) == (2, 1) and errors.startswith("coterie: ")
+    assert "round-000001.safetensors cannot be written: No space left on device" in errors and "--resume" in errors
+    monkeypatch.undo()
+    assert coterie("run", config, "--out", tmp_path / "run", "--resume")[0] == 0
 
 
 def test_assign_places_new_clients(coterie, config, tmp_path):

@@ -50,7 +50,8 @@ class Record:
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as f:
+        file = self.path / "events.jsonl"
+        with snapshot.writing(file), file.open("a", encoding="utf-8") as f:
             f.write(json.dumps({"event": kind, **values}) + "\n")
 
     def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
@@ -82,10 +83,8 @@ class Record:
 
     def finish(self, models: Params, result: dict[str, Any]) -> None:
         """Write the results."""
-        from safetensors.torch import save_file
-
-        with snapshot.atomic(self.path / "final" / "models.safetensors") as part:
-            save_file({n: x.detach().cpu().contiguous() for n, x in models.items()}, part)
+        tensors = {n: x.detach().cpu().contiguous() for n, x in models.items()}
+        snapshot.write_tensors(self.path / "final" / "models.safetensors", tensors)
         snapshot.write_text(self.path / "final" / "result.json", json.dumps(result, indent=1) + "\n")
 
 

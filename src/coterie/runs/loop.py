@@ -86,6 +86,12 @@ class Loop:
             if self.cohort.engine.leads:
                 _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
+        except snapshot.Unwritten as error:
+            if self.state is None:  # nothing is there yet that could be gone on with
+                raise
+            stopped = f"the run stopped after round {self.now.done} of {self.rounds}"
+            on = "once there is room, go on with --resume (in Python, resume=True) from its last checkpoint"
+            raise snapshot.Unwritten(f"{error}; {stopped}: {on}") from error
 
     def _start(self) -> None:
         begin = time.perf_counter()

@@ -1,0 +1,138 @@
+"""Small things that once went wrong: arguments of the wrong kind, full disks, permissions, warnings."""
+
+import errno
+import os
+import resource
+import stat
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import coterie as ct
+from coterie.storage import snapshot
+
+TASK = ct.Task.classifier(ct.models.MLP(4, 3, 2))
+
+
+def clients(m=4, rows=6, features=4):
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(rows, features, generator=g), torch.arange(rows) % 2) for _ in range(m)]
+
+
+@pytest.fixture
+def federation():
+    return ct.Federation.from_clients(clients())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"algorithm": ct.IFCA}, r"fit: algorithm must be .*: IFCA\(k=…\), got the class IFCA"),
+        ({"algorithm": "ifca"}, r"fit: algorithm must be .*: IFCA\(k=…\), got 'ifca'"),
+        ({"algorithm": ct.LocalOnly}, r"LocalOnly\(\), got the class LocalOnly"),
+        ({"algorithm": TASK}, r"fit: algorithm must be .*: IFCA\(k=4\), got a Task"),
+        ({"task": nn.Linear(2, 2)}, r"Task\.classifier\(module\) or Task\.regressor\(module\), got a Linear"),
+        ({"task": "classifier"}, "fit: task must be a Task, .* got 'classifier'"),
+        ({"federation": clients()}, r"fit: federation must be .*Federation\.from_clients.* got a list"),
+        ({"federation": TASK}, "fit: federation must be a Federation, .* got a Task"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(federation, changed, message):
+    given = {"algorithm": ct.IFCA(k=2), "task": TASK, "federation": federation, **changed}
+    with pytest.raises(ValueError, match=message) as refused:
+        ct.fit(**given, rounds=1)
+    assert "\n" not in str(refused.value)
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Writes beyond this many bytes of a file fail, as they do on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("file", "width", "room"), [("checkpoint", 500, -100), ("events", 3, 10)])
+def test_a_full_disk_costs_no_more_than_the_rounds_since_a_checkpoint(tmp_path, federation, file, width, room):
+    """The largest file of the folder is the one that there is no room for."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    task = ct.Task.classifier(ct.models.MLP(4, width, 2))
+    ct.fit(ct.IFCA(k=2), task, federation, rounds=6, out=whole)
+    ct.fit(ct.IFCA(k=2), task, federation, rounds=3, out=cut)
+    size = max(path.stat().st_size for path in cut.rglob("*") if path.is_file()) + room
+    stopped = f"{file}.* cannot be written: .*; the run stopped after round [34] of 6"
+    with files_of_at_most(size), pytest.raises(OSError, match=stopped) as full:
+        ct.fit(ct.IFCA(k=2), task, federation, rounds=6, out=cut, resume=True)
+    assert "\n" not in str(full.value) and str(cut) in str(full.value) and "resume=True" in str(full.value)
+    assert not [path.name for path in cut.rglob("*") if path.name.startswith(".")]  # no temporary file
+    ct.fit(ct.IFCA(k=2), task, federation, rounds=6, out=cut, resume=True)
+    models = [folder / "final" / "models.safetensors" for folder in (whole, cut)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    snapshot.write_text(path, "old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"^{path} cannot be written: No space left on device$"):
+        snapshot.write_text(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@contextmanager
+def umask(mask):
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def permissions(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_files_of_a_run_have_the_permissions_of_any_new_file(tmp_path, federation, mask, mode):
+    with umask(mask):
+        ct.fit(ct.IFCA(k=2), TASK, federation, rounds=2, out=tmp_path / "run")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".toml", ".jsonl", ".safetensors", ".json"}
+    assert {permissions(path) for path in files} == {mode}
+
+
+def test_secrets_are_for_their_owner_alone(tmp_path):
+    with umask(0o022):
+        snapshot.write_private(tmp_path / "key", "secret")
+        snapshot.save(tmp_path / "memory", {"x": torch.zeros(2)}, private=True)
+        (tmp_path / ".key2.part").touch()  # of a process that was killed
+        snapshot.write_private(tmp_path / "key2", "secret")
+    assert {path.name: permissions(path) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("key", "key2", "memory"), 0o600
+    )
+
+
+def test_what_clients_remember_on_a_node_is_for_its_owner_alone(tmp_path):
+    from coterie.flower.memory import Memory, Moment
+
+    with umask(0o022):
+        memory = Memory(tmp_path, "site")
+        memory.save(Moment("run", 0, "ab"), {"anna": torch.zeros(3)})
+        memory.save_session("run", {"secret": 1})
+    assert {permissions(path) for path in tmp_path.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_the_names_of_the_package_are_those_that_users_need():
+    names = {}
+    exec("from coterie import *", names)
+    assert set(names) - {"__builtins__"} == set(dir(ct)) >= {"fit", "IFCA", "Federation", "Task", "data", "models"}
+    assert not set(dir(ct)) & {"annotations", "importlib", "moved", "Any", "TYPE_CHECKING", "core", "storage"}
