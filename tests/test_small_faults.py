@@ -4,8 +4,10 @@ import errno
 import os
 import resource
 import stat
+import warnings
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,3 +138,71 @@ def test_the_names_of_the_package_are_those_that_users_need():
     exec("from coterie import *", names)
     assert set(names) - {"__builtins__"} == set(dir(ct)) >= {"fit", "IFCA", "Federation", "Task", "data", "models"}
     assert not set(dir(ct)) & {"annotations", "importlib", "moved", "Any", "TYPE_CHECKING", "core", "storage"}
+
+
+class Renormed(nn.Module):
+    """An operation for which vmap has no rule of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.renorm(self.layer(x), 2, 0, 1.0)
+
+
+@pytest.mark.parametrize("executor", ["vmap", "vectorised"])
+def test_an_operation_that_vmap_does_not_know_is_not_the_users_matter(federation, executor, recwarn):
+    warnings.simplefilter("always")
+    ct.fit(ct.FedAvg(), ct.Task.classifier(Renormed()), federation, rounds=1, executor=executor)
+    assert not [str(told.message) for told in recwarn]
+    torch.func.vmap(lambda x: torch.renorm(x, 2, 0, 1.0))(torch.ones(2, 3, 3))
+    assert "performance drop" in str(recwarn.pop().message)  # the user's own vmap says what it always said
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    ("method", "task"),
+    [(ct.FedAvg(), TASK), (ct.KFED(k=2), None), (ct.UIFCA(k=2), ct.Task.density(ct.models.AffineFlow(4)))],
+    ids=["fedavg", "kfed", "uifca"],
+)
+def test_rows_of_another_type_than_the_models_are_refused(kind, method, task):
+    with pytest.raises(ValueError, match=f"{kind}.*; give float32"):
+        ct.fit(method, task, ct.Federation.from_clients([(x.to(kind), y) for x, y in clients()]), rounds=1)
+
+
+def test_words_that_a_model_does_not_know_are_not_asked_for_as_float32():
+    words = torch.full((3, 5), 70)
+    task = ct.Task.language_model(ct.models.LSTM(9, 4, 8))
+    with pytest.raises(ValueError, match=r"does not take rows of shape \(5,\) and type torch.int64$"):
+        ct.fit(ct.FedAvg(), task, ct.Federation.from_clients([(words, words)]), rounds=1)
+
+
+def test_arrays_of_numpy_are_dealt_as_tensors_are():
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    arrays = x.double().numpy(), y.int().numpy()
+    dealt = [ct.data.deal(*rows, *rows, clients=4, seed=0) for rows in ((x, y), arrays)]
+    for ours, theirs in zip(*(f.train[:3] + f.test[:3] for f in dealt), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="deal: has 20 rows of x but 19 of y"):
+        ct.data.deal(x, y[1:], x, y, clients=4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "numbers"),
+    [
+        (["north", "south", "north", "east"], [0, 1, 0, 2]),
+        (np.array(["b", "a", "a", "b"]), [0, 1, 1, 0]),
+        ([3, 1, 1, 3], [3, 1, 1, 3]),
+        (torch.tensor([1, 0, 0, 1]), [1, 0, 0, 1]),
+        (np.array([1.0, 0.0, 2.0, 1.0]), [1, 0, 2, 1]),
+    ],
+)
+def test_groups_are_numbers_or_names(groups, numbers):
+    assert ct.Federation.from_clients(clients(), groups=groups).groups.tolist() == numbers
+
+
+@pytest.mark.parametrize("groups", [["north", 1, 2, 3], [0.5, 1, 2, 3], [None, 1, 2, 3]])
+def test_other_groups_are_refused(groups):
+    with pytest.raises(ValueError, match="groups must be whole numbers, or all of them names, got"):
+        ct.Federation.from_clients(clients(), groups=groups)

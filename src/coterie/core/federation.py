@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,11 +70,14 @@ class Federation:
         cls,
         train: Sequence[tuple[Array, Array | None]],
         test: Sequence[tuple[Array, Array | None]] | None = None,
-        groups: Array | Sequence[int] | None = None,
+        groups: Array | Sequence[int] | Sequence[str] | None = None,
         ids: Sequence[str] | None = None,
         source: dict[str, Any] | None = None,
     ) -> Federation:
         """A federation from one (x, y) pair per client; float64 becomes float32. y is None for unlabelled points.
+
+        Groups that are given by name, such as ["north", "south", "north"], are numbered in the order in which they come
+        first: [0, 1, 0]. The names are not kept.
 
         Raises:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
@@ -83,7 +87,7 @@ class Federation:
         if not own:
             raise ValueError("Federation: there must be at least one client, got 0")
         tests = list(take_in(test or (), lambda i: client_name(i, names), "test rows", like=own[0].x))
-        truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
+        truth = None if groups is None else _numbered(groups)
         return cls(Packed.of(own), Packed.of(tests) if tests else None, truth, names, source or {})
 
     @classmethod
@@ -177,6 +181,26 @@ class Federation:
             for first, piece in part.pieces(CHECKED) if part else ():
                 if fault := _fault(task, piece):
                     raise ValueError(f"{self.name(first + fault[0])}: {where}{fault[1]}")
+
+
+def _numbered(groups: Array | Sequence[Any]) -> Tensor:
+    """Groups as whole numbers (m,).
+
+    Example:
+        >>> _numbered(["north", "south", "north"]), _numbered([1.0, 0.0])
+        (tensor([0, 1, 0]), tensor([1, 0]))
+    """
+    values = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else list(groups)
+    if values and all(isinstance(v, str) for v in values):
+        number = {name: i for i, name in enumerate(dict.fromkeys(values))}
+        return torch.tensor([number[name] for name in values])
+    try:
+        whole = torch.tensor([int(v) for v in values])
+    except (TypeError, ValueError):
+        whole = torch.tensor([])
+    if whole.tolist() != values:
+        raise ValueError(f"Federation: groups must be whole numbers, or all of them names, got {values[:5]}")
+    return whole
 
 
 def _number(name: str) -> int:

@@ -250,7 +250,8 @@ class Task:
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 why = f" ({error})" if isinstance(error, ValueError) else ""  # what torch says is of its own matters
                 given = f"rows of shape {tuple(rows.x.shape[1:])} and type {rows.x.dtype}"
-                return f"{name_of(skeleton)} does not take {given}{why}"
+                kind = rows.x.dtype != torch.float32 and "type" in str(error)
+                return f"{name_of(skeleton)} does not take {given}{why}{'; give float32' if kind else ''}"
             return constants.changed(module) or outside(module, rows.x) or check(out, rows.y)
 
         return cls(

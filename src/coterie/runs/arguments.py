@@ -25,8 +25,7 @@ def check_method(algorithm: Any) -> None:
     if isinstance(algorithm, Method):
         return
     cls = known("method").get(algorithm.lower()) if isinstance(algorithm, str) else algorithm
-    meant = isinstance(cls, type) and issubclass(cls, Method)
-    example = _call(cls) if meant else "IFCA(k=4)"
+    example = _call(cls) if isinstance(cls, type) and issubclass(cls, Method) else "IFCA(k=4)"
     raise ValueError(f"fit: algorithm must be a method with its settings: {example}, got {_what(algorithm)}")
 
 
