@@ -206,3 +206,12 @@ def test_groups_are_numbers_or_names(groups, numbers):
 def test_other_groups_are_refused(groups):
     with pytest.raises(ValueError, match="groups must be whole numbers, or all of them names, got"):
         ct.Federation.from_clients(clients(), groups=groups)
+
+
+def test_little_work_is_not_cut_into_a_chunk_for_every_size_of_client():
+    """A chunk costs a millisecond a step whatever is in it."""
+    g = torch.Generator().manual_seed(0)
+    unequal = [(torch.randn(n, 8, generator=g), torch.randn(n, generator=g)) for n in range(5, 400, 10)]
+    federation = ct.Federation.from_clients(unequal)
+    run = ct.fit(ct.FedAvg(), ct.Task.regressor(ct.models.MLP(8, 16, 1)), federation, rounds=1)
+    assert len([label for label in run._cohort.ledger.chunks if label.startswith("fused")]) <= 2
