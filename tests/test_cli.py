@@ -109,6 +109,34 @@ def test_assign_places_new_clients(coterie, config, tmp_path):
     assert (tmp_path / "placed.csv").read_text() == f"client,rows,cluster\nnew,{len(x)},{labels[8]}\n"
 
 
+def test_assign_goes_by_the_names_of_columns(coterie, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 2)) + 2
+    y = {"north": 3 * x[:, 0], "south": -x[:, 1]}
+    rows = [(x, y["north"]), (x, y["south"])]
+    task = ct.Task.regressor(ct.models.Linear(2, 1))
+    for out, columns in (("named", ["a", "b"]), ("unnamed", None)):
+        federation = ct.Federation.from_clients(rows, columns=columns)
+        run = ct.fit(ct.IFCA(k=2, lr=0.02), task, federation, rounds=20, out=tmp_path / out)
+
+    def write(name, header, values):
+        np.savetxt(tmp_path / name, np.column_stack(values), delimiter=",", header=header, comments="")
+        return tmp_path / name
+
+    turned = write("turned.csv", "b,y,a", [x[:, 1], y["north"], x[:, 0]])
+    code, text, errors = coterie("assign", tmp_path / "named", turned, "--json")
+    assert code == 0 and json.loads(text)[0]["cluster"] == run.labels[0] and not errors
+    code, _, errors = coterie("assign", tmp_path / "named", write("other.csv", "a,y,c", [x[:, 0], y["north"], x[:, 1]]))
+    assert code == 2 and errors.endswith("its columns must be 'a', 'b'; it lacks 'b' and has also 'c'\n")
+
+
+def test_assign_says_that_a_run_does_not_know_its_columns(coterie, config, tmp_path, caplog):
+    assert coterie("run", config, "--out", tmp_path / "run", "--set", "run.rounds=1")[0] == 0
+    (tmp_path / "new.csv").write_text(",".join([*(f"p{i}" for i in range(64)), "y"]) + "\n" + "0," * 64 + "1\n")
+    assert coterie("assign", tmp_path / "run", tmp_path / "new.csv")[0] == 0
+    assert sum("does not know the names of its columns" in r.getMessage() for r in caplog.records) == 1
+
+
 POINTS = """
 [algorithm]
 name = "NAME"

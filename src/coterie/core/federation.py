@@ -18,6 +18,7 @@ from torch import Tensor
 from coterie.core.task import Data, Task
 from coterie.storage import mapped
 from coterie.storage.packed import Array, Client, Packed, check_rows, client_name, take_in
+from coterie.storage.tables import plain_clients
 
 __all__ = ["Array", "Federation", "Packed"]
 
@@ -35,6 +36,7 @@ class Federation:
         ids: The clients' names; their positions where None. A client's random numbers follow its name, so
             renumbering the clients changes nothing.
         source: A plain description from which the command line can build the federation again.
+        columns: The names of the entries of a row of x, None where they have none.
 
     Example:
         >>> fed = Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))])
@@ -47,6 +49,7 @@ class Federation:
     groups: Tensor | None = None
     ids: tuple[str, ...] | None = None
     source: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         m = len(self.train.offsets) - 1
@@ -61,6 +64,9 @@ class Federation:
                 raise ValueError(f"Federation: {name} is given for {len(given)} clients, but there are {m}")
         if self.ids is not None and len(set(self.ids)) < m:
             raise ValueError(f"Federation: two clients are called '{Counter(self.ids).most_common(1)[0][0]}'")
+        shape = tuple(self.train.x.shape[1:])
+        if self.columns is not None and shape != (len(self.columns),):
+            raise ValueError(f"Federation: {len(self.columns)} columns are named, but rows of x have shape {shape}")
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -73,22 +79,29 @@ class Federation:
         groups: Array | Sequence[int] | Sequence[str] | None = None,
         ids: Sequence[str] | None = None,
         source: dict[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
     ) -> Federation:
         """A federation from one (x, y) pair per client; float64 becomes float32. y is None for unlabelled points.
 
         Groups that are given by name, such as ["north", "south", "north"], are numbered in the order in which they come
         first: [0, 1, 0]. The names are not kept.
 
+        `columns` names the entries of a row; a run keeps the names, and `coterie assign` goes by them. x may be a table
+        of pandas', whose columns are put in the order of the names, or in that of the first client's.
+
         Raises:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
         """
         names = tuple(str(i) for i in ids) if ids is not None else None
+        named = None if columns is None else tuple(str(c) for c in columns)
+        train, named = plain_clients(train, named, lambda i: client_name(i, names))
+        test, named = plain_clients(test, named, lambda i: client_name(i, names))
         own = list(take_in(train, lambda i: client_name(i, names), "rows"))
         if not own:
             raise ValueError("Federation: there must be at least one client, got 0")
         tests = list(take_in(test or (), lambda i: client_name(i, names), "test rows", like=own[0].x))
         truth = None if groups is None else _numbered(groups)
-        return cls(Packed.of(own), Packed.of(tests) if tests else None, truth, names, source or {})
+        return cls(Packed.of(own), Packed.of(tests) if tests else None, truth, names, source or {}, named)
 
     @classmethod
     def create(
@@ -164,6 +177,7 @@ class Federation:
             self.test and Packed.of([self.test.client(i) for i in keep]),
             None if self.groups is None else self.groups[keep],
             tuple(str(i) if self.ids is None else self.ids[i] for i in keep),
+            columns=self.columns,
         )
 
     def map(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], **source: Any) -> Federation:
@@ -173,7 +187,9 @@ class Federation:
             return Packed.of([change(i, *part.client(i)) for i in range(len(self))])
 
         described = {**self.source, **source} if self.source else {}
-        return replace(self, train=apply(self.train), test=self.test and apply(self.test), source=described)
+        train, test = apply(self.train), self.test and apply(self.test)
+        columns = self.columns if train.x.shape[1:] == self.train.x.shape[1:] else None
+        return replace(self, train=train, test=test, source=described, columns=columns)
 
     def check(self, task: Task) -> None:
         """Refuse data that the task's model cannot take, naming the first client at fault."""

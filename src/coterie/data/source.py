@@ -17,7 +17,6 @@ from torch import Tensor
 
 from coterie.core.federation import Array, Federation, Packed
 from coterie.core.key import Key
-from coterie.storage.packed import take_in
 
 DATASETS: dict[str, Callable[..., Federation]] = {}
 CHANGES: dict[str, Callable[..., Federation]] = {}
@@ -143,8 +142,7 @@ def deal(
             its rotated data this way: every image occurs in every rotation.
         rows: Number of training rows per client, leaving out the others; None uses all. Test rows are all used.
     """
-    own = next(take_in([(x, y)], lambda _: "deal", "rows"))
-    test = next(take_in([(x_test, y_test)], lambda _: "deal", "test rows", like=own.x))
+    whole = Federation.from_clients([(x, y)], test=[(x_test, y_test)], ids=["deal"])
     if copies < 1:
         raise ValueError(f"copies must be at least 1, got {copies}")
     if clients < 1 or clients % copies:
@@ -163,7 +161,7 @@ def deal(
 
     groups = torch.zeros(clients, dtype=torch.long)
     used = len(x) if rows is None else per_copy * rows
-    return Federation(part(own, 0, used), part(test, 1, len(x_test)), groups)
+    return Federation(part(whole.train, 0, used), part(whole.part("test"), 1, len(x_test)), groups)
 
 
 def _even(rows: int, clients: int) -> Tensor:
