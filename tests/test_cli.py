@@ -1,5 +1,6 @@
 """The command line as a user types it."""
 
+import errno
 import json
 import os
 import shutil
@@ -78,6 +79,23 @@ def test_run_show_compare_resume_overwrite(coterie, config, tmp_path):
     assert len(json.loads(coterie("compare", out, "--json")[1])) == 1
 
 
+def test_a_run_is_resumed_or_overwritten_but_not_both(coterie, config, tmp_path):
+    code, _, errors = coterie("run", config, "--out", tmp_path / "run", "--resume", "--overwrite")
+    assert (code, errors.count("\n")) == (2, 1) and "--resume" in errors and "--overwrite" in errors
+
+
+def test_a_full_disk_is_told_in_one_line(coterie, config, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    code, _, errors = coterie("run", config, "--out", tmp_path / "run")
+    assert (code, errors.count("\n")) == (2, 1) and errors.startswith("coterie: ")
+    assert "round-000001.safetensors cannot be written: No space left on device" in errors and "--resume" in errors
+    monkeypatch.undo()
+    assert coterie("run", config, "--out", tmp_path / "run", "--resume")[0] == 0
+
+
 def test_assign_places_new_clients(coterie, config, tmp_path):
     out = tmp_path / "run"
     coterie("run", config, "--out", out, "--set", "run.rounds=20")
@@ -97,6 +115,34 @@ def test_assign_places_new_clients(coterie, config, tmp_path):
     assert json.loads(text) == [{"client": "new", "rows": len(x), "cluster": labels[8]}]
     assert coterie("assign", out, tmp_path / "new.csv", "--out", tmp_path / "placed.csv")[0] == 0
     assert (tmp_path / "placed.csv").read_text() == f"client,rows,cluster\nnew,{len(x)},{labels[8]}\n"
+
+
+def test_assign_goes_by_the_names_of_columns(coterie, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 2)) + 2
+    y = {"north": 3 * x[:, 0], "south": -x[:, 1]}
+    rows = [(x, y["north"]), (x, y["south"])]
+    task = ct.Task.regressor(ct.models.Linear(2, 1))
+    for out, columns in (("named", ["a", "b"]), ("unnamed", None)):
+        federation = ct.Federation.from_clients(rows, columns=columns)
+        run = ct.fit(ct.IFCA(k=2, lr=0.02), task, federation, rounds=20, out=tmp_path / out)
+
+    def write(name, header, values):
+        np.savetxt(tmp_path / name, np.column_stack(values), delimiter=",", header=header, comments="")
+        return tmp_path / name
+
+    turned = write("turned.csv", "b,y,a", [x[:, 1], y["north"], x[:, 0]])
+    code, text, errors = coterie("assign", tmp_path / "named", turned, "--json")
+    assert code == 0 and json.loads(text)[0]["cluster"] == run.labels[0] and not errors
+    code, _, errors = coterie("assign", tmp_path / "named", write("other.csv", "a,y,c", [x[:, 0], y["north"], x[:, 1]]))
+    assert code == 2 and errors.endswith("its columns must be 'a', 'b'; it lacks 'b' and has also 'c'\n")
+
+
+def test_assign_says_that_a_run_does_not_know_its_columns(coterie, config, tmp_path, caplog):
+    assert coterie("run", config, "--out", tmp_path / "run", "--set", "run.rounds=1")[0] == 0
+    (tmp_path / "new.csv").write_text(",".join([*(f"p{i}" for i in range(64)), "y"]) + "\n" + "0," * 64 + "1\n")
+    assert coterie("assign", tmp_path / "run", tmp_path / "new.csv")[0] == 0
+    assert sum("does not know the names of its columns" in r.getMessage() for r in caplog.records) == 1
 
 
 POINTS = """

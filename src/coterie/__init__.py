@@ -55,6 +55,8 @@ def __getattr__(name: str) -> Any:
 
     Whatever is registered as a method, a start or an uplink is found by the name of its class.
     """
+    if name == "__all__":  # what `from coterie import *` takes: installed methods, too
+        return __dir__()
     if name.startswith("_"):
         raise AttributeError(f"module 'coterie' has no attribute '{name}'")
     if name in _MODULES:

@@ -18,6 +18,7 @@ from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.folder import read_checkpoint, read_config, read_result
 from coterie.runs.run import assign
 from coterie.storage import snapshot
+from coterie.storage.tables import Names, order
 
 log = logging.getLogger("coterie")
 
@@ -33,10 +34,11 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
         Dicts of client, rows, cluster; or of client, row, cluster if the run groups points.
     """
     algorithm, task, state = restored(run)
+    columns = _columns(run, data)
     if algorithm.needs.points:
-        return _assign_points(algorithm, task, state, data)
+        return _assign_points(algorithm, task, state, data, columns)
     kind = read_config(run)["task"]["kind"]
-    clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model")
+    clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model", columns=columns)
     clients.check(task)
     found = []
     for i, name in enumerate(clients.ids or ()):
@@ -45,9 +47,20 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _assign_points(algorithm: Method, task: Task, state: Any, path: Path) -> list[dict[str, Any]]:
+def _columns(run: Path, data: Path) -> Names | None:
+    """Return the names of the columns that a run was trained on; None if it does not know them."""
+    if names := read_result(run).get("columns"):
+        return tuple(names)
+    if data.suffix == ".csv":
+        log.warning("%s does not know the names of its columns: those of %s are taken in the file's order", run, data)
+    return None
+
+
+def _assign_points(
+    algorithm: Method, task: Task, state: Any, path: Path, columns: Names | None
+) -> list[dict[str, Any]]:
     """Return the cluster of every row as dicts of client, row, cluster, in the file's order; y is not used."""
-    x, _, client = _read(path, targets=False)
+    x, _, client = _read(path, targets=False, columns=columns)
     clients = _by_client(x.astype(np.float32), np.zeros(len(x), dtype=np.int64), client)
     clients.check(task)
     labels = assign(algorithm, state, task, x.astype(np.float32), None)
@@ -91,15 +104,16 @@ def restored(run: Path) -> tuple[Method, Task, Any]:
     return algorithm, task, content["state"]
 
 
-def read_clients(path: Path, *, labels: bool, words: bool = False) -> Federation:
+def read_clients(path: Path, *, labels: bool, words: bool = False, columns: Names | None = None) -> Federation:
     """Read the clients of a .npz or .csv file; without client names all rows belong to one client.
 
     Args:
         path: The file.
         labels: Whether y holds class labels, which are integers.
         words: Whether x holds words, which are integers.
+        columns: The names of the features of a .csv, in the order to put them in; None takes the file's order.
     """
-    x, y, client = _read(path, targets=True)
+    x, y, client = _read(path, targets=True, columns=columns)
     if labels and not np.array_equal(y, y.astype(np.int64)):
         raise ValueError(f"{path}: labels must be whole numbers, got {y[y != y.astype(np.int64)][0]}")
     return _by_client(x.astype(np.int64 if words else np.float32), y.astype(np.int64 if labels else np.float32), client)
@@ -111,13 +125,13 @@ def _by_client(x: np.ndarray, y: np.ndarray, client: np.ndarray) -> Federation:
     return Federation.from_clients(rows, ids=[str(name) for name in names])
 
 
-def _read(path: Path, *, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read(path: Path, *, targets: bool, columns: Names | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read x, y and client of a file, one entry per row; y may be missing if `targets` are not needed."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     if path.suffix not in (".npz", ".csv"):
         raise ValueError(f"{path} must be .npz or .csv")
-    x, y, client = (_read_npz if path.suffix == ".npz" else _read_csv)(path, targets)
+    x, y, client = _read_npz(path, targets) if path.suffix == ".npz" else _read_csv(path, targets, columns)
     if not len(x) == len(y) == len(client) > 0:
         raise ValueError(
             f"{path}: x, y and client must be as long as each other, got {len(x)}, {len(y)}, {len(client)}"
@@ -141,7 +155,7 @@ def _read_npz(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.nda
     return arrays["x"], arrays.get("y", np.zeros(rows)), arrays.get("client", np.full(rows, path.stem))
 
 
-def _read_csv(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_csv(path: Path, targets: bool, names: Names | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read a CSV file with a header: a column y if needed, a column client if there are several, and features."""
     with path.open(newline="", encoding="utf-8") as f:
         header, *lines = list(csv.reader(f)) or [[]]
@@ -162,4 +176,5 @@ def _read_csv(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.nda
         except ValueError as error:
             raise ValueError(f"{path}: column '{name}': {error}") from None
     y = values.pop("y", np.zeros(len(lines), dtype=np.float32))
-    return np.stack(list(values.values()), 1), y, client
+    x = np.stack(list(values.values()), 1)
+    return x if names is None else x[:, order(list(values), names, str(path))], y, client

@@ -75,6 +75,8 @@ def run(
     from coterie.runs.config import build
     from coterie.runs.fit import fit
 
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite deletes it: give one of them")
     tables = read_toml(config)
     for assignment in sets or []:
         _set(tables, assignment)
@@ -83,7 +85,7 @@ def run(
     options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
     if ranks.world() > 1:
         _share_out(options)
-    with _set_aside(where) if overwrite and not resume and ranks.rank() == 0 else nullcontext():
+    with _set_aside(where) if overwrite and ranks.rank() == 0 else nullcontext():
         fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
     if ranks.rank() == 0:  # the process that writes the folder
         display.emit(display.summary(where), as_json, lambda: display.show(where))

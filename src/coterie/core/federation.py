@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from coterie.storage import mapped
 from coterie.storage.clients import Given, Reader, one_per_client
 from coterie.storage.inputs import Inputs
 from coterie.storage.packed import Array, Packed, check_rows, client_name, take_in
+from coterie.storage.tables import plain_clients
 
 __all__ = ["Array", "Federation", "Packed"]
 
@@ -38,6 +40,7 @@ class Federation:
             renumbering the clients changes nothing.
         source: A plain description from which the command line can build the federation again.
         inputs: The inputs that lie side by side in a row of x, where a module takes several; None where a row is one.
+        columns: The names of the entries of a row of x, None where they have none.
 
     Example:
         >>> fed = Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))])
@@ -51,6 +54,7 @@ class Federation:
     ids: tuple[str, ...] | None = None
     source: dict[str, Any] = field(default_factory=dict)
     inputs: Inputs | None = None
+    columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         m = len(self.train.offsets) - 1
@@ -68,6 +72,8 @@ class Federation:
         shape = tuple(self.train.x.shape[1:])
         if self.inputs is not None and shape != (self.inputs.width,):
             raise ValueError(f"Federation: rows have shape {shape}, but inputs take {self.inputs.width} numbers apart")
+        if self.columns is not None and shape != (len(self.columns),):
+            raise ValueError(f"Federation: {len(self.columns)} columns are named, but rows of x have shape {shape}")
 
     def __repr__(self) -> str:
         return str(federation_display.card(self))
@@ -83,16 +89,18 @@ class Federation:
         cls,
         train: Sequence[Given],
         test: Sequence[Given] | None = None,
-        groups: Array | Sequence[int] | None = None,
+        groups: Array | Sequence[int] | Sequence[str] | None = None,
         ids: Sequence[str] | None = None,
         source: dict[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
     ) -> Federation:
         """A federation from what users have of each client; float64 becomes float32.
 
         A client is one of these:
 
         - a pair (x, y) of arrays; y is None for unlabelled points. x may be a tuple or a dict of arrays, which are the
-          inputs of a module by position or by keyword;
+          inputs of a module by position or by keyword; or a table of pandas', whose columns are put in the order of
+          `columns`, or of the first client's;
         - a dict of arrays, with targets under "labels", "label", "y", "target" or "targets";
         - a `torch.utils.data.Dataset` whose items are (x, y), (x1, x2, …, y) or such dicts;
         - a `torch.utils.data.DataLoader` with such batches. How it shuffles makes no difference.
@@ -100,22 +108,26 @@ class Federation:
         Args:
             train: One per client.
             test: The same for the rows to score on.
-            groups: The true group of every client.
+            groups: The true group of every client. Names, such as ["north", "south", "north"], are numbered in the
+                order in which they come first: [0, 1, 0]. They are not kept.
             ids: The clients' names.
             source: From what the command line can build the federation again.
+            columns: The names of the entries of a row. A run keeps them, and `coterie assign` goes by them.
 
         Raises:
             ValueError: Clients differ in the shape of a row, one is empty, or a value is not finite; names the client.
         """
         names = tuple(str(i) for i in ids) if ids is not None else None
         reader, name = Reader(), lambda i: client_name(i, names)
-        own = _packed(take_in(one_per_client(train, "train"), name, "rows", reader.read))
+        named = None if columns is None else tuple(str(c) for c in columns)
+        train, named = plain_clients(one_per_client(train, "train"), named, name)
+        test, named = plain_clients(one_per_client(test, "test"), named, name)
+        own = _packed(take_in(train, name, "rows", reader.read))
         if own is None:
             raise ValueError("Federation: there must be at least one client, got 0")
-        own_tests = one_per_client(test, "test") or ()
-        tests = _packed(take_in(own_tests, name, "test rows", reader.read, like=(own.x, own.y)))
-        truth = None if groups is None else torch.as_tensor(groups, dtype=torch.long)
-        return cls(own, tests, truth, names, source or {}, reader.inputs)
+        tests = _packed(take_in(test or (), name, "test rows", reader.read, like=(own.x, own.y)))
+        truth = None if groups is None else _numbered(groups)
+        return cls(own, tests, truth, names, source or {}, reader.inputs, named)
 
     @classmethod
     def create(
@@ -192,6 +204,7 @@ class Federation:
             None if self.groups is None else self.groups[keep],
             tuple(str(i) if self.ids is None else self.ids[i] for i in keep),
             inputs=self.inputs,
+            columns=self.columns,
         )
 
     def map(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], **source: Any) -> Federation:
@@ -201,7 +214,9 @@ class Federation:
             return Packed.of([change(i, *part.client(i)) for i in range(len(self))])
 
         described = {**self.source, **source} if self.source else {}
-        return replace(self, train=apply(self.train), test=self.test and apply(self.test), source=described)
+        train, test = apply(self.train), self.test and apply(self.test)
+        columns = self.columns if train.x.shape[1:] == self.train.x.shape[1:] else None
+        return replace(self, train=train, test=test, source=described, columns=columns)
 
     def check(self, task: Task) -> None:
         """Refuse data that the task's model cannot take, naming the first client at fault."""
@@ -215,6 +230,26 @@ def _packed(clients: Iterable[Packed]) -> Packed | None:
     """All clients in one piece; None if there is none. Their own pieces are not kept."""
     own = list(clients)
     return Packed.of(own) if own else None
+
+
+def _numbered(groups: Array | Sequence[Any]) -> Tensor:
+    """Groups as whole numbers (m,).
+
+    Example:
+        >>> _numbered(["north", "south", "north"]), _numbered([1.0, 0.0])
+        (tensor([0, 1, 0]), tensor([1, 0]))
+    """
+    values = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else list(groups)
+    if values and all(isinstance(v, str) for v in values):
+        number = {name: i for i, name in enumerate(dict.fromkeys(values))}
+        return torch.tensor([number[name] for name in values])
+    try:
+        whole = torch.tensor([int(v) for v in values])
+    except (TypeError, ValueError):
+        whole = torch.tensor([])
+    if whole.tolist() != values:
+        raise ValueError(f"Federation: groups must be whole numbers, or all of them names, got {values[:5]}")
+    return whole
 
 
 def _number(name: str) -> int:

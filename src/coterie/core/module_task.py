@@ -93,7 +93,8 @@ class ModuleFunctions:
                 self.pure(self.init(Key.of(0)), *self._arguments(x[:1].cpu()), torch.ones(1))
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             why = f" ({error})" if isinstance(error, ValueError | TypeError) else ""  # torch speaks of its own matters
-            return f"{self.pure.name} does not take {self._given(x)}{why}"
+            kind = self.inputs is None and x.dtype != torch.float32 and "type" in str(error)
+            return f"{self.pure.name} does not take {self._given(x)}{why}{'; give float32' if kind else ''}"
         return None
 
     def first_layer(self, x: Tensor) -> FirstLinear | None:
@@ -110,10 +111,7 @@ class ModuleFunctions:
             return "inputs " + ", ".join(
                 f"{p.name or 'of'} {p.shape} {str(p.dtype).removeprefix('torch.')}" for p in self.inputs.parts
             )
-        hint = "; give float32" if x.dtype in (torch.float16, torch.bfloat16, torch.float64) else ""
-        if not x.is_floating_point() and any(p.is_floating_point() for p in self.init(Key.of(0)).values()):
-            hint = "; most layers take float32"
-        return f"rows of shape {tuple(x.shape[1:])} and type {x.dtype}{hint}"
+        return f"rows of shape {tuple(x.shape[1:])} and type {x.dtype}"
 
     def _wrong_rows(self, out: Tensor) -> str | None:
         if out.dim() < 1 or len(out) != 1:

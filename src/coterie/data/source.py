@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.core.federation import Federation, Packed
+from coterie.core.federation import Array, Federation, Packed
 from coterie.core.key import Key
 
 DATASETS: dict[str, Callable[..., Federation]] = {}
@@ -119,17 +119,17 @@ def _verify(content: bytes, digest: str, where: str, kind: str) -> None:
 
 
 def deal(
-    x: Tensor,
-    y: Tensor,
-    x_test: Tensor,
-    y_test: Tensor,
+    x: Array,
+    y: Array,
+    x_test: Array,
+    y_test: Array,
     *,
     clients: int,
     seed: int,
     copies: int = 1,
     rows: int | None = None,
 ) -> Federation:
-    """Distribute rows to clients evenly and at random.
+    """Distribute rows to clients evenly and at random; float64 becomes float32.
 
     Args:
         x: Training rows.
@@ -142,6 +142,7 @@ def deal(
             its rotated data this way: every image occurs in every rotation.
         rows: Number of training rows per client, leaving out the others; None uses all. Test rows are all used.
     """
+    whole = Federation.from_clients([(x, y)], test=[(x_test, y_test)], ids=["deal"])
     if copies < 1:
         raise ValueError(f"copies must be at least 1, got {copies}")
     if clients < 1 or clients % copies:
@@ -151,7 +152,8 @@ def deal(
     if rows is not None and not 1 <= rows <= (most := len(x) // per_copy):
         raise ValueError(f"rows must be 1 to {most}, for {len(x)} rows are dealt to {per_copy} clients, got {rows}")
 
-    def part(x: Tensor, y: Tensor, stream: int, used: int) -> Packed:
+    def part(all_rows: Packed, stream: int, used: int) -> Packed:
+        x, y = all_rows.client(0)
         order = [torch.randperm(len(x), generator=Key.of(seed).fold(stream, c).generator()) for c in range(copies)]
         sizes = torch.cat([_even(used, per_copy) for _ in range(copies)])
         picked = torch.cat([rows[:used] for rows in order])
@@ -159,7 +161,7 @@ def deal(
 
     groups = torch.zeros(clients, dtype=torch.long)
     used = len(x) if rows is None else per_copy * rows
-    return Federation(part(x, y, 0, used), part(x_test, y_test, 1, len(x_test)), groups)
+    return Federation(part(whole.train, 0, used), part(whole.part("test"), 1, len(x_test)), groups)
 
 
 def _even(rows: int, clients: int) -> Tensor:

@@ -16,7 +16,8 @@ from coterie.core.pytree import leaves
 from coterie.core.refusal import is_refusal
 from coterie.engines.store import Store, free_memory
 
-PADDING = 1.25  # clients share a chunk only if none is padded by more than this
+PADDING = 1.25  # clients share a chunk only if none is padded by more than this, unless there is little to do at all
+LITTLE = 2**21  # multiplications that take no longer than it takes to tell torch what to do
 SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
 
@@ -50,7 +51,7 @@ class Chunks:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._cuts: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self._cuts: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
 
     def of(self, exchange: Exchange, sizes: Tensor, ways: Ways) -> Iterator[tuple[Tensor, Work]]:
         """Positions of clients that go together, all buckets of them, and how they are to be done."""
@@ -61,12 +62,15 @@ class Chunks:
 
     def _buckets(self, exchange: Exchange, sizes: Tensor) -> list[Tensor]:
         """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
-        clients, cut = self._cuts.get(exchange.part, (None, []))
+        x = self.store.federation.part(exchange.part).x
+        # Every number that a client is sent meets each of its rows about once.
+        free = LITTLE // max(1, x[:1].numel() + exchange.bytes_down() // 4)
+        clients, cut = self._cuts.get((exchange.part, free), (None, []))
         memory = exchange.ledger.memory
         if clients is not exchange.clients or memory:
             known = [i in memory for i in exchange.clients.tolist()] if memory else [False] * len(sizes)
-            cut = buckets(sizes, torch.tensor(known))
-            self._cuts[exchange.part] = exchange.clients, cut
+            cut = buckets(sizes, torch.tensor(known), free)
+            self._cuts[exchange.part, free] = exchange.clients, cut
         return cut
 
     def _size(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> int:
@@ -134,14 +138,16 @@ def size_class(rows: int) -> int:
     return size
 
 
-def buckets(sizes: Tensor, known: Tensor) -> list[Tensor]:
+def buckets(sizes: Tensor, known: Tensor, free: int = 0) -> list[Tensor]:
     """Positions of clients, largest first, cut where padding to the largest of the bucket would waste too much.
 
-    Clients that remember something (`known`) are kept apart from those that do not yet.
+    Clients that remember something (`known`) are kept apart from those that do not yet. A bucket of up to `free` rows,
+    padding among them, costs no less than a smaller one does, and is not cut.
 
     Example:
-        >>> [b.tolist() for b in buckets(torch.tensor([10, 100, 9, 90]), torch.zeros(4, dtype=torch.bool))]
-        [[1, 3], [0, 2]]
+        >>> sizes, new = torch.tensor([10, 100, 9, 90]), torch.zeros(4, dtype=torch.bool)
+        >>> [b.tolist() for b in buckets(sizes, new)], [b.tolist() for b in buckets(sizes, new, free=400)]
+        ([[1, 3], [0, 2]], [[1, 3, 0, 2]])
     """
     out: list[Tensor] = []
     for side in (known, ~known):
@@ -149,7 +155,7 @@ def buckets(sizes: Tensor, known: Tensor) -> list[Tensor]:
         at = at[sizes[at].argsort(descending=True, stable=True)]
         while len(at):
             own = sizes[at]
-            end = int((own * PADDING >= own[0]).sum())
+            end = max(int((own * PADDING >= own[0]).sum()), min(len(at), free // max(1, int(own[0]))))
             out.append(at[:end].sort().values if bool((own[:end] == own[0]).all()) else at[:end])
             at = at[end:]
     return out

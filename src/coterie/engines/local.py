@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _set_vmap_fallback_warning_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 from coterie.core.engine import Engine, Exchange
 from coterie.core.federation import Federation
@@ -102,9 +103,19 @@ class LocalEngine(Engine):
                 whole = _put(whole, reply, at, len(exchange.clients))
         return whole
 
-    def arithmetic(self) -> AbstractContextManager[None]:
-        """For what a client computes."""
-        return arithmetic(self.precision, self.device)
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """For what a client computes.
+
+        An operation that vmap does not know is done client by client. torch warns of it for each, and users can do
+        nothing about it: it is `Chunks` that measures which way is faster.
+        """
+        _set_vmap_fallback_warning_enabled(False)
+        try:
+            with arithmetic(self.precision, self.device):
+                yield
+        finally:
+            _set_vmap_fallback_warning_enabled(True)
 
     def draws(self, step: ClientStep, exchange: Exchange, i: int, n: int) -> Any:
         """The random numbers of client i with n rows."""

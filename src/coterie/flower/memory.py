@@ -109,7 +109,7 @@ class Memory:
             raise ValueError(f"site '{self.site}': a later message has overtaken this one")
         self._forget_old_runs(but=moment.run)
         content = {"names": tuple(memory), "memory": tuple(memory.values())}
-        snapshot.save(folder / f"{moment.unit:08d}-{moment.attempt}.safetensors", content)
+        snapshot.save(folder / f"{moment.unit:08d}-{moment.attempt}.safetensors", content, private=True)
         for old in self._versions(moment.run)[:-KEPT]:
             old.unlink(missing_ok=True)
             self._marker(moment).touch()

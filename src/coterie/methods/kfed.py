@@ -169,8 +169,9 @@ class KFED(PointMethod):
 
     def _check(self, cohort: Cohort) -> None:
         row = cohort.federation.train.x[0]
-        if row.dim() == 0 or not row.is_floating_point():
-            raise ValueError(f"KFED: rows must be arrays of real numbers, got {row.dtype} of shape {tuple(row.shape)}")
+        if row.dim() == 0 or row.dtype not in (torch.float32, torch.float64):
+            given = f"{row.dtype} of shape {tuple(row.shape)}"
+            raise ValueError(f"KFED: rows must be arrays of real numbers, got {given}; give float32")
         self.check_points(cohort)
         least = int(cohort.sizes.min())
         if self.local is not None and self.local > self.k:

@@ -19,6 +19,7 @@ from coterie.core.settings import check_type, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.engines import find_device, find_engine
+from coterie.runs.arguments import check_federation, check_method, check_task
 from coterie.runs.config import describe, describe_uplink
 from coterie.runs.folder import Onlooker, Record
 from coterie.runs.loop import CLIENTS, Loop
@@ -75,6 +76,8 @@ def fit(
     """
     _check(algorithm, rounds, seed, evaluations, out, resume)
     task = algorithm.default_task() if task is None else task
+    check_task(task)
+    check_federation(federation)
     algorithm.check_task(task)
     place, make = find_device(device), find_engine(executor)
     federation.check(task)
@@ -160,6 +163,7 @@ def check_uplink(uplink: Sequence[Transform]) -> Uplink:
 
 
 def _check(algorithm: Method, rounds: int, seed: int, evaluations: int, out: str | Path | None, resume: bool) -> None:
+    check_method(algorithm)
     validate(algorithm)
     for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:

@@ -50,7 +50,8 @@ class Record:
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as f:
+        file = self.path / "events.jsonl"
+        with snapshot.writing(file), file.open("a", encoding="utf-8") as f:
             f.write(json.dumps({"event": kind, **values}) + "\n")
 
     def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
@@ -118,11 +119,8 @@ class Onlooker(Record):
 
 def write_models(folder: Path, models: list[Params]) -> None:
     """Write a state dict per cluster, and remove those of clusters that are no more."""
-    from safetensors.torch import save_file
-
     for j, model in enumerate(models):
-        with snapshot.atomic(folder / f"cluster-{j}.safetensors") as part:
-            save_file({n: x.contiguous() for n, x in model.items()}, part)
+        snapshot.write_tensors(folder / f"cluster-{j}.safetensors", {n: x.contiguous() for n, x in model.items()})
     for file in folder.glob("cluster-*.safetensors"):
         if int(file.stem.partition("-")[2]) >= len(models):
             file.unlink()

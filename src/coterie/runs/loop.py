@@ -15,6 +15,7 @@ from coterie.core.key import Key
 from coterie.core.membership import Membership
 from coterie.core.method import Method, Report
 from coterie.core.pytree import to_device
+from coterie.runs import sanity
 from coterie.runs.evaluate import Scores, evaluate
 from coterie.runs.folder import Record
 from coterie.runs.progress import Progress
@@ -88,6 +89,12 @@ class Loop:
             if self.cohort.engine.leads:
                 _say(_interrupted(self.now.done, self.rounds, self.record))
             raise
+        except snapshot.Unwritten as error:
+            if self.state is None:  # nothing is there yet that could be gone on with
+                raise
+            stopped = f"the run stopped after round {self.now.done} of {self.rounds}"
+            on = "once there is room, go on with --resume (in Python, resume=True) from its last checkpoint"
+            raise snapshot.Unwritten(f"{error}; {stopped}: {on}") from error
 
     def _rounds(self) -> None:
         for t in range(self.now.done, self.rounds):
@@ -108,7 +115,8 @@ class Loop:
         state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
         state = to_device(state, self.cohort.engine.device)
         if bad := self._not_finite(state):
-            raise ValueError(f"the start of cluster {_names(bad)} is not finite; a smaller lr usually helps")
+            hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
+            raise ValueError(f"the start of cluster {_names(bad)} is not finite; {hint}")
         self.start_seconds = time.perf_counter() - begin  # charged to the first round, as its bytes are
         if self.record:
             self.record.begin()
@@ -209,7 +217,8 @@ class Loop:
     def _diverged(self, t: int, what: str) -> Diverged:
         self._checkpoint(force=True)
         where = f"in {self.record.path}" if self.record else "in the error's .run"
-        message = f"round {t + 1}: {what}; a smaller lr usually helps. The state after round {t} is kept {where}"
+        hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
+        message = f"round {t + 1}: {what}; {hint}. The state after round {t} is kept {where}"
         return Diverged(message, self._result())
 
     def _not_finite(self, state: Any) -> set[int]:
@@ -263,11 +272,10 @@ class Loop:
 
     def _finish(self) -> Run:
         run = self._result()
-        losses = [row["loss"] for row in run.history if row["loss"] is not None] or [0.0]
-        first, last = losses[0], losses[-1]
-        grouped = self.method.needs.points  # their losses may well go up: shrinking raises them
-        if last > first + 0.02 * abs(first) and not grouped:
-            log.warning("the loss went up, from %.4g to %.4g; a smaller lr usually helps", first, last)
+        losses = [row["loss"] for row in run.history if row["loss"] is not None]
+        if self.cohort.engine.leads and not self.method.needs.points:  # their losses may go up: shrinking raises them
+            for doubt in sanity.doubts(losses, run.score, self.cohort.engine):
+                log.warning(doubt)
         if self.record:
             self._checkpoint(force=True)
             self.record.finish(run.models, summary(run))

@@ -199,7 +199,7 @@ class Run:
         """
         if y is None and not self.algorithm.needs.points:
             raise ValueError(f"assign: {type(self.algorithm).__name__} places a client by its rows x and targets y")
-        return assign(self.algorithm, self.state, self.task, self._rows(x), y)
+        return assign(self.algorithm, self.state, self.task, self._rows(x), y, self._cohort.federation.columns)
 
     @property
     def tree(self) -> ModelTree:
@@ -284,9 +284,12 @@ class Run:
             return torch.cat([functions.mixed(theta, x, x.new_ones(len(x)), shares.to(device)) for x in each])
 
 
-def assign(algorithm: Method, state: Any, task: Task, x: Array, y: Array | None) -> int | np.ndarray:
-    """The cluster of one client with these rows, or of each of its points."""
-    client = Federation.from_clients([(x, torch.zeros(len(x), dtype=torch.long) if y is None else y)])
+def assign(
+    algorithm: Method, state: Any, task: Task, x: Array, y: Array | None, columns: tuple[str, ...] | None = None
+) -> int | np.ndarray:
+    """The cluster of one client with these rows, or of each of its points; a table's columns go by their names."""
+    targets = torch.zeros(len(x), dtype=torch.long) if y is None else y
+    client = Federation.from_clients([(x, targets)], columns=columns)
     client.check(task)
     device = next(iter(algorithm.models(state).values())).device
     rows = Data(client.train.x, client.train.y, torch.ones(len(client.train.x)))
@@ -311,6 +314,7 @@ def summary(run: Run) -> dict[str, Any]:
         "rows": run._cohort.federation.train.sizes.tolist(),
         "labels": run.labels.tolist(),
         "ids": list(names) if names else None,
+        "columns": list(columns) if (columns := run._cohort.federation.columns) else None,
         "groups": None if run.scores.groups is None else run.scores.groups.tolist(),
         "table": run.scores.table.tolist() if isinstance(run.scores, PointScores) else None,
         "tree": None if (tree := run.algorithm.tree(run.state)) is None else tree.outline(),

@@ -10,11 +10,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 
 class Damaged(ValueError):
     """A file that should hold a snapshot is truncated or holds something else."""
+
+
+class Unwritten(OSError):
+    """A file cannot be written, because the disk is full or for another reason of the system's."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Have errors of the system say which file they are about, in one line.
+
+    Args:
+        path: The file that is written.
+
+    Raises:
+        Unwritten: It cannot be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Unwritten(f"{path} cannot be written: {why}") from error
 
 
 @contextmanager
@@ -25,16 +47,21 @@ def atomic(path: Path) -> Iterator[Path]:
 
     Args:
         path: The file to write.
+
+    Raises:
+        Unwritten: It cannot be written; the old file is still there, and no part of the new one.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        with part.open("rb") as f:
-            os.fsync(f.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)  # left over from a process that was killed: its permissions may be others
+        try:
+            yield part
+            with part.open("rb") as f:
+                os.fsync(f.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -67,19 +94,37 @@ def write_private(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def save(path: Path, tree: Any) -> None:
+def save(path: Path, tree: Any, *, private: bool = False) -> None:
     """Save a tree of dicts, tuples, NamedTuples, tensors and plain values.
 
     Args:
         path: The file.
         tree: The tree.
+        private: Whether only its owner may read the file.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _pack(tree, "", tensors)
+    write_tensors(path, tensors, {"tree": json.dumps(plain)}, private=private)
+
+
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None, *, private: bool = False
+) -> None:
+    """Write tensors to a safetensors file atomically, with the permissions of any other new file.
+
+    Args:
+        path: The file.
+        tensors: The tensors by name, contiguous and on the CPU.
+        metadata: What the file's header says besides.
+        private: Whether only its owner may read the file.
     """
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {}
-    plain = _pack(tree, "", tensors)
     with atomic(path) as part:
-        save_file(tensors, part, metadata={"tree": json.dumps(plain)})
+        part.touch(mode=0o600 if private else 0o666)
+        mode = part.stat().st_mode
+        save_file(tensors, part, metadata)
+        part.chmod(mode)  # safetensors puts a new file in its place, which only the owner may read
 
 
 def load(path: Path, types: dict[str, type]) -> Any:
@@ -93,7 +138,7 @@ def load(path: Path, types: dict[str, type]) -> Any:
         Damaged: The file is truncated or not a snapshot.
         ValueError: Another version of coterie wrote the file.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as f:
