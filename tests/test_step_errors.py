@@ -9,9 +9,9 @@ from torch import nn
 
 import coterie as ct
 from coterie.core.key import Key
+from coterie.core.refusal import is_refusal
 from coterie.core.step import ClientStep, Reply, client_step
 from coterie.engines import ENGINES, simulated
-from coterie.core.refusal import is_refusal
 from coterie.engines.errors import StepError
 
 every_engine = pytest.mark.parametrize("executor", list(ENGINES))

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names are found as `__getattr__` says
-    from coterie import data, models, testing
+    from coterie import callbacks, data, models, testing
     from coterie.core.federation import Federation
     from coterie.core.optimisers import SGD, Adam, AdamW, Yogi
     from coterie.core.registry import register
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.runs.diagnosis import Diagnosis, diagnose
     from coterie.runs.evaluate import Scores
     from coterie.runs.fit import fit
+    from coterie.runs.load import load
     from coterie.runs.run import Diverged, Run
     from coterie.secure import SecureSum
 
@@ -43,11 +44,12 @@ _HOMES = {
     "runs.diagnosis": ("Diagnosis", "diagnose"),
     "runs.evaluate": ("Scores",),
     "runs.fit": ("fit",),
+    "runs.load": ("load",),
     "runs.run": ("Diverged", "Run"),
     "secure": ("SecureSum",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("data", "models", "testing")
+_MODULES = ("callbacks", "data", "models", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ import numpy as np
 from coterie.core.federation import Federation
 from coterie.core.method import Method
 from coterie.core.task import Task
-from coterie.runs.config import build_algorithm, build_task
-from coterie.runs.folder import read_checkpoint, read_config, read_result
-from coterie.runs.run import assign
+from coterie.runs.folder import read_config, read_result
+from coterie.runs.load import load
+from coterie.runs.run import Run, assign
 from coterie.storage import snapshot
 from coterie.storage.tables import Names, order
 
@@ -33,7 +33,8 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     Returns:
         Dicts of client, rows, cluster; or of client, row, cluster if the run groups points.
     """
-    algorithm, task, state = restored(run)
+    loaded = restored(run)
+    algorithm, task, state = loaded.algorithm, loaded.task, loaded.state
     columns = _columns(run, data)
     if algorithm.needs.points:
         return _assign_points(algorithm, task, state, data, columns)
@@ -83,25 +84,16 @@ def write_csv(found: list[dict[str, Any]], path: Path) -> None:
     snapshot.write_text(path, text.getvalue())
 
 
-def restored(run: Path) -> tuple[Method, Task, Any]:
-    """Load the algorithm, the task and the last state of a finished run.
+def restored(run: Path) -> Run:
+    """Load a finished run, with its task.
 
     Args:
         run: The run folder.
     """
-    read_result(run)  # raises an error if the run is not finished
-    config = read_config(run)
-    if ("model" not in config["task"] and config["task"]["kind"] != "distance") or config["algorithm"].get(
-        "init"
-    ) == "given":
-        raise ValueError(f"{run} was trained from Python on a model of its own; use the run that fit() returned there")
-    algorithm, task = build_algorithm(config["algorithm"]), build_task(config["task"])
-    content, damaged = read_checkpoint(run, snapshot.named_tuples(type(algorithm)))
-    if content is None:
-        raise ValueError(f"{run} has no checkpoint that can be read")
-    for file in damaged:
-        log.warning("%s is damaged; using the checkpoint before it", file.name)
-    return algorithm, task, content["state"]
+    found = load(run)
+    if found.task.functions is None and found.task.spec["kind"] != "distance":
+        raise ValueError(f"{run} was trained from Python on a model of its own; use ct.load(folder, task=…) there")
+    return found
 
 
 def read_clients(path: Path, *, labels: bool, words: bool = False, columns: Names | None = None) -> Federation:

@@ -22,12 +22,12 @@ def diagnose_folder(path: Path, device: str) -> Diagnosis:
         path: The run folder.
         device: "auto", "cpu" or "cuda".
     """
-    algorithm, task, state = restored(path)
+    run = restored(path)
     table = read_config(path)["data"]
     if table["name"] not in DATASETS:
         raise ValueError(
             f"{path} was trained from Python on data of its own; use coterie.diagnose(federation, run) there"
         )
     place = find_device(device)
-    cohort = Cohort(find_engine("vectorised")(build_federation(table), task, Key.of(0), place))
-    return diagnose_state(cohort, algorithm, to_device(state, place))
+    cohort = Cohort(find_engine("vectorised")(build_federation(table), run.task, Key.of(0), place))
+    return diagnose_state(cohort, run.algorithm, to_device(run.state, place))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import sys
 import time
 import tomllib
@@ -75,8 +74,6 @@ def run(
     from coterie.runs.config import build
     from coterie.runs.fit import fit
 
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a run and --overwrite deletes it: give one of them")
     tables = read_toml(config)
     for assignment in sets or []:
         _set(tables, assignment)
@@ -85,8 +82,7 @@ def run(
     options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
     if ranks.world() > 1:
         _share_out(options)
-    with _set_aside(where) if overwrite and ranks.rank() == 0 else nullcontext():
-        fit(built.algorithm, built.task, built.federation, out=where, resume=resume, **options)
+    fit(built.algorithm, built.task, built.federation, out=where, resume=resume, overwrite=overwrite, **options)
     if ranks.rank() == 0:  # the process that writes the folder
         display.emit(display.summary(where), as_json, lambda: display.show(where))
 
@@ -202,22 +198,6 @@ def _set(tables: dict[str, Any], assignment: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     tables.setdefault(table, {})[key] = value
-
-
-@contextmanager
-def _set_aside(path: Path) -> Iterator[None]:
-    """Move an old run away, and restore it if the new one fails before it writes its folder."""
-    aside = path.with_name(f".{path.name}.old")
-    if path.exists():
-        if not (path / "config.toml").is_file():
-            raise ValueError(f"{path} is not a run folder, so --overwrite leaves it alone")
-        path.rename(aside)
-    try:
-        yield
-    finally:
-        if aside.exists() and not path.exists():
-            aside.rename(path)
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Engine(ABC):
     def __init__(
         self, federation: Federation, task: Task, key: Key, device: torch.device, precision: Precision = "float32"
     ) -> None:
-        self.federation, self.task, self.key = federation, task, key
+        self.federation, self.task, self.key = federation, task.taking(federation.inputs), key
         self.device, self.precision = device, precision
 
     @abstractmethod

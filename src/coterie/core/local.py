@@ -99,7 +99,7 @@ def local_update(
     """
     trained, buffers = _apart(task, theta)
     start, first = trained, torch.zeros(())
-    moments = optimiser.begin(trained) if moments is None else moments
+    held: Moments = optimiser.begin(trained) if moments is None else moments
     for q in range(tau if batches is None else len(batches)):
         batch = data if batches is None else pick(data, batches[q])
         gradient, loss, moved = training_gradient(task, trained, buffers, batch, None if noise is None else noise + q)
@@ -107,12 +107,12 @@ def local_update(
         if prox:
             gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, trained, start)
         gradient = gradient if clip is None else clipped(gradient, clip)
-        now = optimiser.step(trained, gradient, moments, lr), {**buffers, **moved}
+        now = optimiser.step(trained, gradient, held, lr), {**buffers, **moved}
         if ragged and batches is not None:
             some = (batches[q] >= 0).any()
-            now = tree_map(lambda a, b, some=some: torch.where(some, a, b), now, ((trained, moments), buffers))
-        (trained, moments), buffers = now
-    return Updated({**theta, **trained, **buffers}, first, moments)
+            now = tree_map(lambda a, b, some=some: torch.where(some, a, b), now, ((trained, held), buffers))
+        (trained, held), buffers = now
+    return Updated({**theta, **trained, **buffers}, first, held)
 
 
 def training_gradient(

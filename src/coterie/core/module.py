@@ -290,9 +290,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _resetter(layer: nn.Module) -> Callable[[], None] | None:
+def _resetter(layer: nn.Module) -> Callable[[], Any] | None:
     """The function that draws a layer's own parameters; torch's attention hides its."""
-    found = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+    found: Any = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
     return found if callable(found) else None
 
 

@@ -357,7 +357,7 @@ def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
 
 
 def _spec(module: Source) -> dict[str, Any]:
-    return {"model": module.spec} if hasattr(module, "spec") else {}
+    return {"model": module.spec} if isinstance(module, nn.Module) and hasattr(module, "spec") else {}
 
 
 def _is_right(out: Tensor, y: Tensor) -> Tensor:

@@ -114,9 +114,9 @@ class Given(NamedTuple):
 
     data: Data
     lr: Any
-    batches: Tensor | None  # the rows of every step
-    noise: Tensor | None  # the seed of dropout
-    moments: Moments | None  # what the optimiser remembers of the last round
+    batches: Tensor | None = None  # the rows of every step
+    noise: Tensor | None = None  # the seed of dropout
+    moments: Moments | None = None  # what the optimiser remembers of the last round
 
 
 @dataclass(frozen=True)

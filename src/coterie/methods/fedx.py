@@ -28,7 +28,7 @@ from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Secrecy, Step, client_step
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
-from coterie.core.train import Descend, Models, Train
+from coterie.core.train import Descend, Given, Models, Train
 from coterie.parts.choosing import Choosing
 from coterie.parts.starts import FarthestFirst, Start, find_start
 
@@ -153,7 +153,7 @@ class FedX(Choosing):
     def soft_step(self, task: Task) -> ClientStep:
         """Lines 6 and 7 at one client, with λ by likelihood and s gradient steps."""
         steps = self._steps()
-        return self._soft(task, lambda theta, data, lr: steps(task, theta, data, lr, None)[0])
+        return self._soft(task, lambda theta, data, lr: steps(task, theta, Given(data, lr)).theta)
 
     @client_step
     def soft_proximal_step(self, task: Task) -> ClientStep:

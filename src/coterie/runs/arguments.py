@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,27 @@ def check_task(task: Any) -> None:
         module = "module" if isinstance(task, nn.Module) else "model"
         ways = f"Task.classifier({module}) or Task.regressor({module})"
         raise ValueError(f"fit: task must be a Task, such as {ways}, got {_what(task)}")
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse callbacks that cannot be called with a row of the history and a run.
+
+    Args:
+        callbacks: What the user gave.
+
+    Raises:
+        ValueError: One is not a function of two arguments.
+    """
+    for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+        try:
+            inspect.signature(callback).bind({}, None)
+            fine = callback is not callbacks and not isinstance(callback, type)
+        except (TypeError, ValueError):
+            fine = False
+        if not fine:
+            raise ValueError(
+                f"fit: callbacks must be a list of functions of a row of the history and the run, got {callback!r}"
+            )
 
 
 def check_federation(federation: Any) -> None:

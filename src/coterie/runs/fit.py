@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ from coterie.core.settings import check_type, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.engines import find_device, find_engine
-from coterie.runs.arguments import check_federation, check_method, check_task
+from coterie.runs.arguments import check_callbacks, check_federation, check_method, check_task
 from coterie.runs.config import describe, describe_uplink
-from coterie.runs.folder import Onlooker, Record
+from coterie.runs.fingerprint import fingerprint
+from coterie.runs.folder import Onlooker, Record, set_aside
 from coterie.runs.loop import CLIENTS, Loop
 from coterie.runs.progress import Progress
 from coterie.runs.run import Run
 from coterie.secure import SecureSum
 
-Callback = Callable[[dict[str, Any]], None]
+Callback = Callable[[dict[str, Any], Run], Any]
 
 
 def fit(
@@ -45,6 +47,7 @@ def fit(
     uplink: Sequence[Transform] = (),
     out: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a method on a federation, and return what it has learnt.
@@ -67,19 +70,24 @@ def fit(
         uplink: What is done to every client's reply before it is added up, in this order, such as `Quantise(bits=8)`.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
-        callbacks: Functions that are called with every new row of the history.
+        overwrite: Replace the run that is in `out`, if there is one.
+        callbacks: Functions that are called after every round with its row of the history and the run so far; one that
+            returns True ends the run. See `coterie.callbacks`. Where torchrun started several processes, each calls
+            them.
 
     Raises:
         ValueError: The input is bad; the message says what was given, what is allowed and where.
         Diverged: The loss is no longer finite.
         ConnectionError: Another process of a sharded run is gone, or too many clients of a secure sum.
     """
-    _check(algorithm, rounds, seed, evaluations, out, resume)
+    _check(algorithm, rounds, seed, evaluations, out, resume, overwrite)
+    check_callbacks(callbacks)
     task = algorithm.default_task() if task is None else task
     check_task(task)
     check_federation(federation)
     algorithm.check_task(task)
     place, make = find_device(device), find_engine(executor)
+    task = task.taking(federation.inputs)
     federation.check(task)
     checked, transforms = check_precision(precision, place), check_uplink(uplink)
 
@@ -96,6 +104,7 @@ def fit(
         uplink=transforms,
         out=out,
         resume=resume,
+        overwrite=overwrite,
         callbacks=callbacks,
     )
 
@@ -112,6 +121,7 @@ def fit_on(
     uplink: Uplink | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train on clients that are reached in a way of their own, such as those of a Flower federation.
@@ -127,9 +137,13 @@ def fit_on(
         uplink: What the engine does to every reply, for the run folder.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
-        callbacks: Functions that are called with every new row of the history.
+        overwrite: Replace the run that is in `out`, if there is one.
+        callbacks: Functions that are called after every round with its row of the history and the run so far; one that
+            returns True ends the run. See `coterie.callbacks`. Where torchrun started several processes, each calls
+            them.
     """
-    _check(algorithm, rounds, seed, evaluations, out, resume)
+    _check(algorithm, rounds, seed, evaluations, out, resume, overwrite)
+    check_callbacks(callbacks)
     key = Key.of(seed)
     membership = members(key.fold(CLIENTS))
     engine = membership.engine
@@ -140,14 +154,14 @@ def fit_on(
     if secure is not None:
         membership, options["secure"] = _secured(membership, secure, secured), to_plain(secure)
     config = _config(algorithm, engine.task, engine.federation, options)
-    record = None
-    if out:
-        record = Record(out, config, resume=resume) if engine.leads else Onlooker(out)
-    listeners = list(callbacks) if engine.leads else []
     name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
     progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
     every = math.ceil(rounds / evaluations)
-    return Loop(algorithm, membership, key, rounds, every, record, listeners, progress).run(resume)
+    with set_aside(Path(out)) if out and overwrite and engine.leads else nullcontext():
+        record = None
+        if out:
+            record = Record(out, config, fingerprint(engine), resume=resume) if engine.leads else Onlooker(out)
+        return Loop(algorithm, membership, key, rounds, every, record, list(callbacks), progress).run(resume)
 
 
 def check_uplink(uplink: Sequence[Transform]) -> Uplink:
@@ -162,12 +176,22 @@ def check_uplink(uplink: Sequence[Transform]) -> Uplink:
     return Uplink(tuple(uplink))
 
 
-def _check(algorithm: Method, rounds: int, seed: int, evaluations: int, out: str | Path | None, resume: bool) -> None:
+def _check(
+    algorithm: Method,
+    rounds: int,
+    seed: int,
+    evaluations: int,
+    out: str | Path | None,
+    resume: bool,
+    overwrite: bool,
+) -> None:
     check_method(algorithm)
     validate(algorithm)
     for name, value, low in (("rounds", rounds, 1), ("seed", seed, 0), ("evaluations", evaluations, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ValueError(f"fit: {name} must be a whole number of at least {low}, got {value!r}")
+    if resume and overwrite:
+        raise ValueError("fit: resume goes on with a run and overwrite replaces it: give one of them")
     if resume and out is None:
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
 

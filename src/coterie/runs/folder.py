@@ -2,6 +2,7 @@
 
 config.toml                         algorithm, task, data, seed, rounds
 events.jsonl                        one line per round, and what the executor had to say
+fingerprint.json                    hashes of the rows and of the model's shapes, which a resumed run must have too
 roster.json                         who the clients are, where they are elsewhere and may come and go
 checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
 final/cluster-0.safetensors         the state dict of cluster 0, for load_state_dict; one file per cluster
@@ -14,13 +15,16 @@ import json
 import shutil
 import time
 import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coterie.core.pytree import Params
+from coterie.runs.fingerprint import difference
 from coterie.storage import snapshot
 
-ROSTER, RESULT = "roster.json", "final/result.json"
+ROSTER, RESULT, FINGERPRINT = "roster.json", "final/result.json", "fingerprint.json"
 KEPT = 2  # checkpoints: the one before is there should the last be damaged
 PACE = 10  # a checkpoint is written once it is this many times cheaper than the work since the last
 
@@ -28,20 +32,25 @@ PACE = 10  # a checkpoint is written once it is this many times cheaper than the
 class Record:
     """Writes a run folder."""
 
-    def __init__(self, path: str | Path, config: dict[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self, path: str | Path, config: dict[str, Any], fingerprint: dict[str, str], *, resume: bool = False
+    ) -> None:
         self.path = Path(path)
-        self.config = config
+        self.config, self.fingerprint = config, fingerprint
         self._cost = 0.0
         self._last = time.monotonic()
         if (self.path / "config.toml").exists():
             if not resume:
                 raise ValueError(f"{self.path} already holds a run; resume it, overwrite it, or choose another folder")
             _check_same(read_config(self.path), config, self.path)
+            if other := difference(read_fingerprint(self.path), fingerprint):
+                raise ValueError(f"{self.path} was made with {other}; a run can only be resumed as it was begun")
         elif self.path.exists() and (not self.path.is_dir() or _foreign(self.path)):
             raise ValueError(f"{self.path} exists and is not a run folder; choose another")
 
     def begin(self) -> None:
         """Write the configuration: from now on the folder holds a run."""
+        snapshot.write_text(self.path / FINGERPRINT, json.dumps(self.fingerprint, indent=1) + "\n")
         snapshot.write_text(self.path / "config.toml", to_toml(self.config))
 
     def roster(self, content: Any) -> None:
@@ -87,6 +96,22 @@ class Record:
         snapshot.write_text(self.path / RESULT, json.dumps(result, indent=1) + "\n")
 
 
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """Move an old run away, and restore it if the new one fails before it writes its folder."""
+    aside = path.with_name(f".{path.name}.old")
+    if path.exists():
+        if not (path / "config.toml").is_file():
+            raise ValueError(f"{path} is not a run folder, so overwrite leaves it alone")
+        path.rename(aside)
+    try:
+        yield
+    finally:
+        if aside.exists() and not path.exists():
+            aside.rename(path)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 class Onlooker(Record):
     """The run folder in a process that helps with a run: it reads what the leading process writes."""
 
@@ -117,10 +142,11 @@ class Onlooker(Record):
         """Nothing."""
 
 
-def write_models(folder: Path, models: list[Params]) -> None:
-    """Write a state dict per cluster, and remove those of clusters that are no more."""
-    for j, model in enumerate(models):
-        snapshot.write_tensors(folder / f"cluster-{j}.safetensors", {n: x.contiguous() for n, x in model.items()})
+def write_models(folder: Path, models: list[Params], which: Sequence[int] | None = None) -> None:
+    """Write a state dict per cluster, of all or only some of them, and remove those of clusters that are no more."""
+    for j in range(len(models)) if which is None else which:
+        tensors = {n: x.contiguous() for n, x in models[j].items()}
+        snapshot.write_tensors(folder / f"cluster-{j}.safetensors", tensors)
     for file in folder.glob("cluster-*.safetensors"):
         if int(file.stem.partition("-")[2]) >= len(models):
             file.unlink()
@@ -139,6 +165,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.toml").is_file():
         raise ValueError(f"{path} is not a run folder: it has no config.toml")
     return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+
+
+def read_fingerprint(path: Path) -> dict[str, str]:
+    """fingerprint.json as a dict; empty where there is none."""
+    file = path / FINGERPRINT
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def read_roster(path: Path) -> Any | None:

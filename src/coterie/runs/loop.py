@@ -219,7 +219,8 @@ class Loop:
         where = f"in {self.record.path}" if self.record else "in the error's .run"
         hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
         message = f"round {t + 1}: {what}; {hint}. The state after round {t} is kept {where}"
-        return Diverged(message, self._result())
+        run = self._result()
+        return Diverged(message, run)
 
     def _not_finite(self, state: Any) -> set[int]:
         """The clusters whose models hold a NaN or an infinity."""
@@ -272,9 +273,10 @@ class Loop:
 
     def _finish(self) -> Run:
         run = self._result()
+        scored = run.score  # by all processes of a run together
         losses = [row["loss"] for row in run.history if row["loss"] is not None]
         if self.cohort.engine.leads and not self.method.needs.points:  # their losses may go up: shrinking raises them
-            for doubt in sanity.doubts(losses, run.score, self.cohort.engine):
+            for doubt in sanity.doubts(losses, scored, self.cohort.engine):
                 log.warning(doubt)
         if self.record:
             self._checkpoint(force=True)

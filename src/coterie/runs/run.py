@@ -103,9 +103,10 @@ class Run:
         if (cluster is None) == (client is None):
             raise ValueError("module: give a cluster, such as run.module(0), or a client, such as run.module(client=3)")
         models, functions = self.algorithm.models(self.state), self._functions()
+        k = len(next(iter(models.values())))
         if client is not None:
             return functions.pure.loaded(self._model_of(self._position(client)))
-        if not isinstance(cluster, int) or not 0 <= cluster < (k := len(next(iter(models.values())))):
+        if not isinstance(cluster, int) or not 0 <= cluster < k:
             raise ValueError(f"module: cluster must be a whole number from 0 to {k - 1}, got {cluster!r}")
         return functions.pure.loaded(take(models, cluster))
 
@@ -313,6 +314,8 @@ def summary(run: Run) -> dict[str, Any]:
         "margins": _listed(run.margins),
         "rows": run._cohort.federation.train.sizes.tolist(),
         "labels": run.labels.tolist(),
+        "row": list(run._cohort.federation.train.x.shape[1:]),
+        "inputs": None if (inputs := run._cohort.federation.inputs) is None else inputs.plain(),
         "ids": list(names) if names else None,
         "columns": list(columns) if (columns := run._cohort.federation.columns) else None,
         "groups": None if run.scores.groups is None else run.scores.groups.tolist(),

@@ -1,0 +1,68 @@
+"""What a run was made from, as a few hashes: a run may be resumed only with the same rows and the same model."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.engine import Engine
+from coterie.core.federation import Federation, Packed
+from coterie.core.key import Key
+from coterie.core.task import Task
+
+WHOLE = 64 * 2**20  # bytes of rows up to which all are hashed; of more, one row per client
+SAMPLED = 100_000  # clients of whom a row is hashed, evenly spaced
+
+WHAT = {
+    "clients": "other clients: their number, names or sizes differ",
+    "rows": "other data: clients' rows differ",
+    "parameters": "another model: its parameters differ in names or shapes",
+}
+
+
+def fingerprint(engine: Engine) -> dict[str, str]:
+    """Hashes of the clients, of their rows, and of the names and shapes of the model's parameters.
+
+    Where the rows are on other machines only the model's is known.
+    """
+    found = {"parameters": _of_model(engine.task)}
+    return found if engine.remote else {**found, **_of_clients(engine.federation)}
+
+
+def difference(before: dict[str, str], now: dict[str, str]) -> str | None:
+    """What has changed, in words; None if nothing has that both know of."""
+    both = [name for name in WHAT if name in before and name in now]
+    return next((WHAT[name] for name in both if before[name] != now[name]), None)
+
+
+def _of_clients(federation: Federation) -> dict[str, str]:
+    clients, rows = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    clients.update(repr(federation.ids).encode())
+    for part in (federation.train, federation.test):
+        if part is not None:
+            clients.update(part.offsets.numpy().tobytes())
+            for values in _looked_at(part):
+                rows.update(f"{values.dtype}{tuple(values.shape[1:])}".encode())
+                rows.update(values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return {"clients": clients.hexdigest(), "rows": rows.hexdigest()}
+
+
+def _looked_at(part: Packed) -> tuple[Tensor, Tensor]:
+    """All rows and targets, or of many the first of each client."""
+    size = len(part.x) * (part.x[:1].nbytes + part.y[:1].nbytes)
+    if part.pages is None and size <= WHOLE:
+        return part.x, part.y
+    filled = part.offsets[:-1][part.sizes > 0]
+    at = filled[:: -(-len(filled) // SAMPLED)]
+    return part.x[at], part.y[at]
+
+
+def _of_model(task: Task) -> str:
+    try:
+        shapes: Any = {n: tuple(p.shape) for n, p in task.init(Key.of(0)).items()}
+    except ValueError:  # k-FED's centres have no beginning
+        shapes = ()
+    return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
