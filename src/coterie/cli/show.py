@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.core.model_tree import drawn
+from coterie.runs.compare import Group, Spread, short, shortened
 from coterie.runs.folder import read_config, read_history, read_result
 
 console = Console()
@@ -32,17 +33,14 @@ def emit(content: Any, as_json: bool, draw: Callable[[], None]) -> None:
         draw()
 
 
-def summary(path: Path, brief: bool = False) -> dict[str, Any]:
+def summary(path: Path) -> dict[str, Any]:
     """Return the configuration and the result of a finished run.
 
     Args:
         path: The run folder.
-        brief: Whether to leave out what has one value per client, and the tree.
     """
-    result = read_result(path)
-    if brief:
-        result = {n: v for n, v in result.items() if n not in ("per_client", "labels", "ids", "groups", "tree")}
-    return {"run": str(path), "rounds": len(read_history(path)), "config": read_config(path), "result": result}
+    result, history = read_result(path), read_history(path)
+    return {"run": str(path), "rounds": len(history), "config": read_config(path), "result": result}
 
 
 def show(path: Path) -> None:
@@ -81,23 +79,26 @@ def show(path: Path) -> None:
     console.print(f"settings: {config['algorithm']}", style="dim")
 
 
-def compare(paths: list[Path]) -> None:
-    """Print several runs, one row each.
+def compare(groups: list[Group]) -> None:
+    """Print groups of runs, one row each; a table per metric.
 
     Args:
-        paths: The run folders.
+        groups: The groups.
     """
-    infos = [summary(path, brief=True) for path in paths]
-    metrics = "/".join(dict.fromkeys(info["result"]["metric"] for info in infos))
-    table = _table("run", "method", f">{metrics}", ">ari", ">k", ">rounds", ">down", ">up", ">s")
-    for path, info in zip(paths, infos, strict=True):
-        r = info["result"]
-        table.add_row(
-            str(path), info["config"]["algorithm"]["name"], f"{r['score']:.4f}", _number(r.get("ari")),
-            str(r["clusters"]), str(info["rounds"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]),
-            f"{r['seconds']:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    for metric in dict.fromkeys(group.metric for group in groups):
+        own = [group for group in groups if group.metric == metric]
+        names = list(dict.fromkeys(name for group in own for name in group.differing))
+        rows = [shortened({name: group.differing.get(name, "") for name in names}) for group in own]
+        table = _table("method", *rows[0], ">seeds", f">{metric}", ">ARI", ">clusters", ">s", ">up")
+        table.columns[0].no_wrap = True
+        for group, values in zip(own, rows, strict=True):
+            clusters, seconds, up = (group.spread(figure) for figure in ("found", "seconds", "bytes_up"))
+            table.add_row(
+                group.method, *map(short, values.values()), str(len(group.runs)), _spread(group.spread("score"), 4),
+                _spread(group.spread("ari"), 2), "" if clusters is None else f"{round(clusters.mean, 1):g}",
+                "" if seconds is None else f"{seconds.mean:.2f}", "" if up is None else _bytes(up.mean),
+            )  # fmt: skip
+        console.print(table)
 
 
 def _clusters(result: dict[str, Any], history: list[dict[str, Any]]) -> Table:
@@ -296,6 +297,12 @@ def _run_line(info: dict[str, Any]) -> str:
     if "ari" in r:
         parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
     return "\n".join(parts)
+
+
+def _spread(spread: Spread | None, digits: int) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.mean:.{digits}f}" + ("" if spread.sd is None else f" ± {spread.sd:.{digits}f}")
 
 
 def _number(value: float | None) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coterie.core.federation import Federation
+from coterie.runs.compare import Group
 from coterie.runs.folder import read_history, read_result
 from coterie.storage.snapshot import atomic
 
 COLOURS = ("#1b6ca8", "#d1495b", "#edae49", "#3f8f5f", "#7a5195", "#5c4d3c", "#2f9e9e", "#9a9a9a")
+STYLES = ("-", "--", ":")  # of lines, where there are more of them than colours
 
 
 def figure(width: float, height: float) -> Any:
@@ -92,6 +95,38 @@ def run(path: Path, folder: Path) -> None:
     if outline:
         tree(axes[1], outline, len(read_history(folder)))
     save(fig, path)
+
+
+def comparison(path: Path, groups: list[Group]) -> None:
+    """The scores of groups of runs over the rounds: the mean over seeds, in a band of ± sd. A metric has a panel."""
+    metrics = list(dict.fromkeys(group.metric for group in groups))
+    fig = figure(7.5, 4 * len(metrics))
+    for axes, metric in zip(fig.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
+        own = [group for group in groups if group.metric == metric]
+        for i, group in enumerate(own):
+            _band(axes, group, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
+        seeds = sorted({len(group.runs) for group in own})
+        counted = (
+            f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}" if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]} seeds"
+        )
+        axes.set_title(f"{metric} over the rounds: mean ± sd of {counted}", fontsize=11)
+        axes.set_xlabel("round")
+        axes.set_ylabel(f"mean {metric} over clients")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(x=0.01)
+        tidy(axes)
+        # Beside the curves, which fill the panel from corner to corner.
+        axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    save(fig, path)
+
+
+def _band(axes: Any, group: Group, colour: str, style: str) -> None:
+    """The mean curve of a group, and the band around it."""
+    rounds, mean, sd = group.curve()
+    marker, name = "o" if len(rounds) == 1 else "", textwrap.fill(group.name, 32)
+    axes.plot(rounds, mean, color=colour, ls=style, lw=2, marker=marker, label=name)
+    if sd is not None:
+        axes.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.18, lw=0)
 
 
 def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
