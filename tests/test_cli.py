@@ -1,13 +1,11 @@
 """The command line as a user types it."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
 import coterie as ct
-from coterie.cli.main import main
 from coterie.runs.metrics import ari
 
 CONFIG = """
@@ -26,23 +24,6 @@ clients = 16
 [run]
 rounds = 8
 """
-
-
-@pytest.fixture
-def coterie(monkeypatch, capsys):
-    """Runs a command line; returns (exit code, standard output, standard error)."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, words)])
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        else:
-            code = 0
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture

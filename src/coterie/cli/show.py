@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.core.model_tree import drawn
-from coterie.runs.compare import Group, Spread, short, shortened
+from coterie.runs.compare import Group, Spread
 from coterie.runs.folder import read_config, read_history, read_result
 
 console = Console()
@@ -86,15 +86,12 @@ def compare(groups: list[Group]) -> None:
         groups: The groups.
     """
     for metric in dict.fromkeys(group.metric for group in groups):
-        own = [group for group in groups if group.metric == metric]
-        names = list(dict.fromkeys(name for group in own for name in group.differing))
-        rows = [shortened({name: group.differing.get(name, "") for name in names}) for group in own]
-        table = _table("method", *rows[0], ">seeds", f">{metric}", ">ARI", ">clusters", ">s", ">up")
+        table = _table("method", "settings", ">seeds", f">{metric}", ">ARI", ">found", ">s", ">up")
         table.columns[0].no_wrap = True
-        for group, values in zip(own, rows, strict=True):
+        for group in (group for group in groups if group.metric == metric):
             clusters, seconds, up = (group.spread(figure) for figure in ("found", "seconds", "bytes_up"))
             table.add_row(
-                group.method, *map(short, values.values()), str(len(group.runs)), _spread(group.spread("score"), 4),
+                group.method, group.settings, str(len(group.runs)), _spread(group.spread("score"), 4),
                 _spread(group.spread("ari"), 2), "" if clusters is None else f"{round(clusters.mean, 1):g}",
                 "" if seconds is None else f"{seconds.mean:.2f}", "" if up is None else _bytes(up.mean),
             )  # fmt: skip

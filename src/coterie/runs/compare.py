@@ -108,10 +108,9 @@ class Group:
         return self.runs[0].result["metric"]
 
     @property
-    def name(self) -> str:
-        """The method and what tells the group apart, for the legend of a picture."""
-        values = [f"{key}={short(value)}" for key, value in shortened(self.differing).items()]
-        return " ".join([self.method, *values])
+    def settings(self) -> str:
+        """What tells the group apart, for tables and pictures."""
+        return " ".join(f"{key}={short(value)}" for key, value in _shortened(self.differing).items())
 
     def spread(self, figure: str) -> Spread | None:
         """Summarise a figure of the results over the seeds.
@@ -197,13 +196,14 @@ def group_runs(paths: Iterable[Path]) -> list[Group]:
         run = _read(path)
         groups.setdefault((run.key, repeated[run.key, run.seed]), []).append(run)
         repeated[run.key, run.seed] += 1
-    listed = list(groups.values())
-    names = _differing([runs[0].settings for runs in listed])
-    told = [{n: runs[0].settings[n] for n in names if n in runs[0].settings} for runs in listed]
-    alike = Counter(runs[0].key for runs in listed)
+    alike = Counter(key for key, _ in groups)
+    configs: dict[str, list[dict[str, Any]]] = {}  # by metric: only runs of one metric are compared
+    for runs in groups.values():
+        configs.setdefault(runs[0].result["metric"], []).append(runs[0].settings)
+    names = {metric: _differing(own) for metric, own in configs.items()}
     return [
-        Group(runs, {**differing, "folder": _folder(runs)} if alike[runs[0].key] > 1 else differing)
-        for runs, differing in zip(listed, told, strict=True)
+        Group(runs, _told_apart(runs, names[runs[0].result["metric"]], by_folder=alike[key] > 1))
+        for (key, _), runs in groups.items()
     ]
 
 
@@ -220,14 +220,11 @@ def flattened(tables: dict[str, Any]) -> dict[str, Any]:
     return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
 
 
-def shortened(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings by key alone where no other table has the same key.
-
-    Args:
-        settings: The settings by dotted name.
+def _shortened(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings, given by dotted name, by key alone where no other table has the same key.
 
     Example:
-        >>> shortened({"algorithm.k": 4, "algorithm.lr": 0.1, "data.k": 3})
+        >>> _shortened({"algorithm.k": 4, "algorithm.lr": 0.1, "data.k": 3})
         {'algorithm.k': 4, 'lr': 0.1, 'data.k': 3}
     """
     ends = Counter(_key(name) for name in settings)
@@ -291,8 +288,11 @@ def _tells_apart(name: str, configs: list[dict[str, Any]]) -> bool:
     return any(len(values) > 1 for values in owned.values()) or len(set().union(*owned.values()) - {None}) > 1
 
 
-def _folder(runs: list[_Finished]) -> str:
-    return str(runs[0].path) if len(runs) == 1 else os.path.commonpath([run.path for run in runs])
+def _told_apart(runs: list[_Finished], names: list[str], *, by_folder: bool) -> dict[str, Any]:
+    """Return what tells the runs of a group apart from others: their values of some settings, perhaps their folder."""
+    values = {name: runs[0].settings[name] for name in names if name in runs[0].settings}
+    folder = str(runs[0].path) if len(runs) == 1 else os.path.commonpath([run.path for run in runs])
+    return {**values, "folder": folder} if by_folder else values
 
 
 def _key(name: str) -> str:

@@ -99,20 +99,19 @@ def run(path: Path, folder: Path) -> None:
 
 def comparison(path: Path, groups: list[Group]) -> None:
     """The scores of groups of runs over the rounds: the mean over seeds, in a band of ± sd. A metric has a panel."""
-    metrics = list(dict.fromkeys(group.metric for group in groups))
-    fig = figure(7.5, 4 * len(metrics))
-    for axes, metric in zip(fig.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
-        own = [group for group in groups if group.metric == metric]
+    panels: dict[str, list[Group]] = {}
+    for group in groups:
+        panels.setdefault(group.metric, []).append(group)
+    heights = [max(4, 1 + 0.18 * sum(_legend(g).count("\n") + 1.3 for g in own)) for own in panels.values()]
+    fig = figure(7.5, sum(heights))
+    grid = fig.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (metric, own) in zip(grid, panels.items(), strict=True):
         for i, group in enumerate(own):
             _band(axes, group, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
-        seeds = sorted({len(group.runs) for group in own})
-        counted = (
-            f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}" if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]} seeds"
-        )
-        axes.set_title(f"{metric} over the rounds: mean ± sd of {counted}", fontsize=11)
+        axes.set_title(f"Score over the rounds{_averaged(own)}", fontsize=11)
         axes.set_xlabel("round")
         axes.set_ylabel(f"mean {metric} over clients")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes.margins(x=0.01)
         tidy(axes)
         # Beside the curves, which fill the panel from corner to corner.
@@ -123,10 +122,21 @@ def comparison(path: Path, groups: list[Group]) -> None:
 def _band(axes: Any, group: Group, colour: str, style: str) -> None:
     """The mean curve of a group, and the band around it."""
     rounds, mean, sd = group.curve()
-    marker, name = "o" if len(rounds) == 1 else "", textwrap.fill(group.name, 32)
-    axes.plot(rounds, mean, color=colour, ls=style, lw=2, marker=marker, label=name)
+    marker = "o" if len(rounds) == 1 else ""
+    axes.plot(rounds, mean, color=colour, ls=style, lw=2, marker=marker, label=_legend(group))
     if sd is not None:
         axes.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.18, lw=0)
+
+
+def _legend(group: Group) -> str:
+    return textwrap.fill(f"{group.method} {group.settings}", 32)
+
+
+def _averaged(groups: list[Group]) -> str:
+    """Over how many seeds the curves of a panel are averaged."""
+    seeds = sorted({len(group.runs) for group in groups})
+    counted = "–".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
+    return "" if seeds[-1] == 1 else f": mean ± sd of {counted} seeds"
 
 
 def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
