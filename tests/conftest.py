@@ -11,6 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import coterie as ct
 from coterie import testing
+from coterie.cli.main import main
 from coterie.core.key import Key
 from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol
@@ -90,6 +91,23 @@ def on_flower(tmp_path):
         return FlowerMembership(FlowerEngine(grid, roster, task, key, run=run, **{"deadline": 10, **options}))
 
     return make
+
+
+@pytest.fixture
+def coterie(monkeypatch, capsys):
+    """Runs a command line; returns (exit code, standard output, standard error)."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, words)])
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        else:
+            code = 0
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="session")

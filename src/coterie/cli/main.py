@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -15,10 +14,11 @@ import typer
 
 import coterie
 from coterie.cli import demo as demo_module
-from coterie.cli import flower, lab
+from coterie.cli import flower, lab, sweep
 from coterie.cli import show as display
 from coterie.cli.files import read_toml
 from coterie.cli.options import Device, Json
+from coterie.cli.values import name_and_value, parse_value
 from coterie.engines import ranks
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app = typer.Typer(
 app.add_typer(flower.app, name="flower")
 app.add_typer(lab.bench, name="bench")
 app.command()(lab.reproduce)
+app.command()(sweep.sweep)
+
 PATIENCE = 10  # seconds that a failed process waits for the first one to report the error
 
 
@@ -71,12 +73,12 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train what a configuration describes."""
-    from coterie.runs.config import build
+    from coterie.runs.config import build, set_value
     from coterie.runs.fit import fit
 
     tables = read_toml(config)
-    for assignment in sets or []:
-        _set(tables, assignment)
+    for name, text in (name_and_value(words, "--set", "algorithm.k=3") for words in sets or []):
+        set_value(tables, name, parse_value(text))
     where = out or Path("runs") / config.stem
     built = build(tables)
     options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
@@ -110,9 +112,24 @@ def show(
 
 
 @app.command()
-def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders.")], as_json: Json = False) -> None:
-    """Compare several runs side by side."""
-    display.emit([display.summary(r, brief=True) for r in runs], as_json, lambda: display.compare(runs))
+def compare(
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, sweeps, or other folders with runs in them.")],
+    picture: Annotated[Path | None, typer.Option(help="Also draw the scores over the rounds: a PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs side by side. Those that differ only in their seed are one row: mean ± standard deviation."""
+    from coterie.runs import plots
+    from coterie.runs.compare import find_runs, group_runs, is_finished
+
+    runs = find_runs(folders)
+    for run in (run for run in runs if not is_finished(run)):
+        sys.stderr.write(f"coterie: {run} is not finished and is left out\n")
+    groups = group_runs(run for run in runs if is_finished(run))
+    if not groups:
+        raise ValueError("there is no finished run to compare")
+    display.emit([group.as_dict() for group in groups], as_json, lambda: display.compare(groups))
+    if picture:
+        plots.comparison(picture, groups)
 
 
 @app.command()
@@ -185,19 +202,6 @@ def _share_out(options: dict[str, Any]) -> None:
             f"torchrun started {ranks.world()} processes, which would all do the same work with executor "
             f"'{options['executor']}'; leave it out or use 'sharded'"
         )
-
-
-def _set(tables: dict[str, Any], assignment: str) -> None:
-    """Apply one `table.key=value`; a value that is not valid TOML is used as a string."""
-    name, sign, text = assignment.partition("=")
-    table, dot, key = name.strip().partition(".")
-    if not (sign and dot and key):
-        raise ValueError(f"--set takes table.key=value, such as algorithm.k=3, got {assignment!r}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    tables.setdefault(table, {})[key] = value
 
 
 if __name__ == "__main__":

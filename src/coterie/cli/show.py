@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.core.model_tree import drawn
+from coterie.runs.compare import Group, Spread
 from coterie.runs.folder import read_config, read_history, read_result
 from coterie.runs.view import View
 
@@ -38,17 +39,14 @@ def emit(content: Any, as_json: bool, draw: Callable[[], None]) -> None:
         draw()
 
 
-def summary(path: Path, brief: bool = False) -> dict[str, Any]:
+def summary(path: Path) -> dict[str, Any]:
     """Return the configuration and the result of a finished run.
 
     Args:
         path: The run folder.
-        brief: Whether to leave out what has one value per client, and the tree.
     """
-    result = read_result(path)
-    if brief:
-        result = {n: v for n, v in result.items() if n not in ("per_client", "labels", "ids", "groups", "tree")}
-    return {"run": str(path), "rounds": len(read_history(path)), "config": read_config(path), "result": result}
+    result, history = read_result(path), read_history(path)
+    return {"run": str(path), "rounds": len(history), "config": read_config(path), "result": result}
 
 
 def standing(path: Path) -> dict[str, Any]:
@@ -121,23 +119,23 @@ def _rounds(history: list[dict[str, Any]], metric: str) -> Table:
     return rounds
 
 
-def compare(paths: list[Path]) -> None:
-    """Print several runs, one row each.
+def compare(groups: list[Group]) -> None:
+    """Print groups of runs, one row each; a table per metric.
 
     Args:
-        paths: The run folders.
+        groups: The groups.
     """
-    infos = [summary(path, brief=True) for path in paths]
-    metrics = "/".join(dict.fromkeys(info["result"]["metric"] for info in infos))
-    table = _table("run", "method", f">{metrics}", ">ari", ">k", ">rounds", ">down", ">up", ">s")
-    for path, info in zip(paths, infos, strict=True):
-        r = info["result"]
-        table.add_row(
-            str(path), info["config"]["algorithm"]["name"], f"{r['score']:.4f}", _number(r.get("ari")),
-            str(r["clusters"]), str(info["rounds"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]),
-            f"{r['seconds']:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    for metric in dict.fromkeys(group.metric for group in groups):
+        table = _table("method", "settings", ">seeds", f">{metric}", ">ARI", ">found", ">s", ">up")
+        table.columns[0].no_wrap = True
+        for group in (group for group in groups if group.metric == metric):
+            clusters, seconds, up = (group.spread(figure) for figure in ("found", "seconds", "bytes_up"))
+            table.add_row(
+                group.method, group.settings, str(len(group.runs)), _spread(group.spread("score"), 4),
+                _spread(group.spread("ari"), 2), "" if clusters is None else f"{round(clusters.mean, 1):g}",
+                "" if seconds is None else f"{seconds.mean:.2f}", "" if up is None else _bytes(up.mean),
+            )  # fmt: skip
+        console.print(table)
 
 
 def _clusters(view: View) -> Table:
@@ -335,6 +333,12 @@ def _run_lines(view: View) -> str:
     if "ari" in r:
         parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
     return "\n".join(parts)
+
+
+def _spread(spread: Spread | None, digits: int) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.mean:.{digits}f}" + ("" if spread.sd is None else f" ± {spread.sd:.{digits}f}")
 
 
 def _number(value: float | None) -> str:

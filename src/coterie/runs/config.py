@@ -145,6 +145,12 @@ def build_secure(table: dict[str, Any]) -> SecureSum:
 
 def build(tables: dict[str, Any]) -> Config:
     """All of a config.toml."""
+    algorithm, task, run = build_settings(tables)
+    return Config(algorithm, task, build_federation(tables["data"]), run)
+
+
+def build_settings(tables: dict[str, Any]) -> tuple[Method, Task, dict[str, Any]]:
+    """All of a config.toml but the federation, which may take long to make."""
     _known(tables, ["algorithm", "task", "data", "run"], "")
     for needed in ("algorithm", "data", "run"):
         if not isinstance(tables.get(needed), dict):
@@ -157,18 +163,30 @@ def build(tables: dict[str, Any]) -> Config:
     _known(tables["run"], list(RUN_KEYS), "run")
     if "rounds" not in tables["run"]:
         raise ValueError("[run] needs rounds")
-    return Config(
-        algorithm,
-        task,
-        build_federation(tables["data"]),
-        build_run(tables["run"]),
-    )
+    return algorithm, task, build_run(tables["run"])
 
 
 def build_run(table: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `fit` that a [run] table describes."""
     build = {"secure": build_secure, "uplink": build_uplink}
     return {name: build[name](value) if name in build else value for name, value in table.items()}
+
+
+def set_value(tables: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a dotted name, such as algorithm.k; a table that is not there is made.
+
+    Example:
+        >>> tables = {"algorithm": {"k": 2}}
+        >>> set_value(tables, "algorithm.init.steps", 5)
+        >>> tables
+        {'algorithm': {'k': 2, 'init': {'steps': 5}}}
+    """
+    *path, key = name.split(".")
+    for i, part in enumerate(path):
+        tables = tables.setdefault(part, {})
+        if not isinstance(tables, dict):
+            raise ValueError(f"{name} cannot be set: {'.'.join(path[: i + 1])} is {tables!r}, not a table")
+    tables[key] = value
 
 
 def _name_and_rest(table: Any, where: str) -> tuple[Any, dict[str, Any]]:

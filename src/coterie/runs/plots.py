@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
 from coterie.core.federation import Federation
+from coterie.runs.compare import Group
 from coterie.runs.folder import read_history, read_result
 from coterie.runs.view import View
 from coterie.storage.snapshot import atomic
@@ -19,6 +20,7 @@ FORMATS = ("png", "jpg", "jpeg", "svg", "pdf")
 LISTED = 8  # clusters that a legend names
 FEW = 40  # clients at most that are written by name
 STRIP = 240  # places of a strip at most; where there are more clients, several share one
+STYLES = ("-", "--", ":")  # of lines, where there are more of them than colours
 
 
 def figure(width: float, height: float) -> Any:
@@ -194,7 +196,7 @@ def _names(axes: Any, view: View, labels: np.ndarray, shown: list[int]) -> None:
     """Every client's name beside its cluster."""
     for y, j in enumerate(shown):
         names = ", ".join(view.names[i] for i in np.flatnonzero(labels == j))
-        lines = wrap(names, 44, max_lines=max(1, 16 // len(shown)), placeholder=" …")
+        lines = textwrap.wrap(names, 44, max_lines=max(1, 16 // len(shown)), placeholder=" …")
         axes.text(0.02, y, "\n".join(lines), color=colour(j), va="center", fontsize=9, parse_math=False)
     axes.set_xlim(0, 1)
     axes.set_xticks([])
@@ -221,6 +223,48 @@ def _strip(axes: Any, view: View, labels: np.ndarray, shown: list[int]) -> None:
     if len(names) <= 12:
         axes.set_xticks(first + count / 2, [str(g) for g in names])
     axes.set_xlabel("clients, by true group")
+
+
+def comparison(path: Path, groups: list[Group]) -> None:
+    """The scores of groups of runs over the rounds: the mean over seeds, in a band of ± sd. A metric has a panel."""
+    panels: dict[str, list[Group]] = {}
+    for group in groups:
+        panels.setdefault(group.metric, []).append(group)
+    heights = [max(4, 1 + 0.18 * sum(_legend(g).count("\n") + 1.3 for g in own)) for own in panels.values()]
+    fig = figure(7.5, sum(heights))
+    grid = fig.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (metric, own) in zip(grid, panels.items(), strict=True):
+        for i, group in enumerate(own):
+            _band(axes, group, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
+        axes.set_title(f"Score over the rounds{_averaged(own)}", fontsize=11)
+        axes.set_xlabel("round")
+        axes.set_ylabel(f"mean {metric} over clients")
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        axes.margins(x=0.01)
+        tidy(axes)
+        # Beside the curves, which fill the panel from corner to corner.
+        axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    save(fig, path)
+
+
+def _band(axes: Any, group: Group, colour: str, style: str) -> None:
+    """The mean curve of a group, and the band around it."""
+    rounds, mean, sd = group.curve()
+    marker = "o" if len(rounds) == 1 else ""
+    axes.plot(rounds, mean, color=colour, ls=style, lw=2, marker=marker, label=_legend(group))
+    if sd is not None:
+        axes.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.18, lw=0)
+
+
+def _legend(group: Group) -> str:
+    return textwrap.fill(f"{group.method} {group.settings}", 32)
+
+
+def _averaged(groups: list[Group]) -> str:
+    """Over how many seeds the curves of a panel are averaged."""
+    seeds = sorted({len(group.runs) for group in groups})
+    counted = "–".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
+    return "" if seeds[-1] == 1 else f": mean ± sd of {counted} seeds"
 
 
 def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
