@@ -13,7 +13,9 @@ from coterie.core import registry
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "index.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PRINTS = re.compile(r"^```python\n(?:(?!^```).)*^```\s+^```text$", re.MULTILINE | re.DOTALL)
+GUIDES = [page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if PRINTS.search(page.read_text("utf-8"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")), *GUIDES]
 BLOCK = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([^"]+)"')
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
@@ -35,7 +37,7 @@ def blocks(page):
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """All blocks in one namespace, in order. A block with a title is a file, which later blocks may import.
 
-    A block of text after one of Python is what that prints.
+    A block of text after one of Python that prints is what it prints.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -50,7 +52,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     exec(compile(text, f"{page.name}:{text.splitlines()[0]}", "exec"), names)
                 continue
-            elif info == "text" and printed is not None:
+            elif info == "text" and printed is not None and printed.getvalue():
                 assert_prints(printed.getvalue(), text)
             printed = None
     finally:
