@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
+from rich.console import Group as Column
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -84,7 +85,7 @@ def watch(path: Path) -> None:
             live.update(_page(view), refresh=True)
 
 
-def _page(view: View) -> Group:
+def _page(view: View) -> Column:
     """All that is printed of a run."""
     parts: list[Any] = [_run_lines(view)]
     if view.sizes:
@@ -93,7 +94,7 @@ def _page(view: View) -> Group:
         parts.append(Text("\n".join(drawn(view.tree)) + "\n"))
     if view.history:
         parts.append(_rounds(view.history, view.metric))
-    return Group(*parts, Text(f"settings: {view.config['algorithm']}", style="dim"))
+    return Column(*parts, Text(f"settings: {view.config['algorithm']}", style="dim"))
 
 
 def _rounds(history: list[dict[str, Any]], metric: str) -> Table:
