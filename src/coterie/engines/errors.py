@@ -13,7 +13,7 @@ import torch
 from coterie.core.engine import Engine, Exchange
 from coterie.core.step import step_name
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parent.parent)
+_LIBRARIES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent)
 # What vmap says where it cannot do what it is asked; every other error is the step's or the model's own.
 _REFUSALS = re.compile(
     r"vmap|batching rule|functorch|randomness error mode|BatchedTensor|"
