@@ -252,9 +252,42 @@ def test_buffers_that_move_are_averaged_if_they_are_named(executor):
     assert float(run.models[0]["scale"]) == pytest.approx(0.9 + 0.1 * float(means.mean()))
 
 
+class Scaled(nn.Module):
+    """A parameter that is a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.temperature = nn.Linear(6, 3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.inner(x) / self.temperature
+
+
+@pytest.mark.parametrize(
+    "method", [ct.FedAvg(), ct.IFCA(k=2, optimiser="adam", server="yogi"), ct.CFL(), ct.LocalOnly()]
+)
+def test_a_parameter_may_be_a_single_number(method):
+    task = ct.Task.classifier(Scaled(), init="module")
+    runs = [ct.fit(method, task, clients(6), rounds=2, executor=executor) for executor in EXECUTORS]
+    assert runs[0].models[0]["temperature"].shape == () and float(runs[0].models[0]["temperature"]) != 2.0
+    for run in runs[1:]:
+        assert_same_models(runs[0], run, atol=1e-5)
+
+
 class Noisy(nn.Linear):
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
+
+
+class Sideways(nn.Module):
+    """Takes the batch for time."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.GRU(6, 3)
+
+    def forward(self, x):
+        return self.inner(x[:, None])[0][:, 0]
 
 
 class Python(nn.Linear):
@@ -268,6 +301,7 @@ class Python(nn.Linear):
         (Noisy(6, 3), "Noisy draws random numbers by randn_like inside the model"),
         (nn.Sequential(nn.Linear(6, 3), nn.RReLU()), "draws random numbers by rrelu_with_noise"),
         (Python(6, 3), "Python gives another output for the same row"),
+        (Sideways(), "Sideways gives a row another output when other rows are beside it"),
         (dense(nn.BatchNorm1d(8, momentum=None)), "layer '1' (BatchNorm1d): momentum=None"),
         (dense(nn.SyncBatchNorm(8)), "layer '1' (SyncBatchNorm)"),
         (convolutional(nn.InstanceNorm2d(4, track_running_stats=True)), "layer '1' (InstanceNorm2d)"),
@@ -361,7 +395,7 @@ def test_a_single_output_may_or_may_not_have_an_axis_of_its_own(out, target):
         (nn.CrossEntropyLoss(), "the loss must give one value per row, got shape () for 2 rows; torch's losses do so"),
         (lambda out, y: out, "the loss must give one value per row, got shape (2, 3)"),
         (nn.CrossEntropyLoss(reduction="sum"), "the loss must give one value per row, got shape ()"),
-        (nn.MSELoss(reduction="none"), "the loss does not take outputs (3,) of torch.float32 with targets ()"),
+        (lambda out, y: out @ torch.ones(7), "the loss does not take outputs (3,) of torch.float32 with targets ()"),
     ],
 )
 def test_a_loss_that_gives_no_value_per_row_is_refused(loss, message):

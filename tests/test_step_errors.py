@@ -9,10 +9,10 @@ from torch import nn
 
 import coterie as ct
 from coterie.core.key import Key
-from coterie.core.refusal import is_refusal
 from coterie.core.step import ClientStep, Reply, client_step
 from coterie.engines import ENGINES, simulated
 from coterie.engines.errors import StepError
+from coterie.engines.refusal import is_refusal
 
 every_engine = pytest.mark.parametrize("executor", list(ENGINES))
 
@@ -115,7 +115,9 @@ def test_a_wrong_shape_is_not_called_something_that_vmap_cannot_do(executor):
     cohort = simulated(clients([1, 1, 1]), task, Key.of(0), executor=executor).at(0)
     algorithm = ct.IFCA(2, init="random")
     state = algorithm.start(task, cohort, Key.of(0))
-    with pytest.raises(StepError, match=r"IFCA\.step failed in round 1 at client 0: RuntimeError: .* \[2, 5\]") as told:
+    with pytest.raises(
+        StepError, match=r"IFCA\.step failed in round 1 at client 0: RuntimeError: .*cannot be multipl"
+    ) as told:
         algorithm.round(state, cohort)
     assert own_line(Crooked.forward, "self.b(hidden)") in str(told.value)
     assert not any("vmap cannot batch" in m for m in cohort.ledger.messages) and not cohort.ledger.chunks

@@ -113,7 +113,8 @@ class Engine(ABC):
     def __init__(
         self, federation: Federation, task: Task, key: Key, device: torch.device, precision: Precision = "float32"
     ) -> None:
-        self.federation, self.task, self.key = federation, task.taking(federation.inputs), key
+        self.federation, self.key = federation, key
+        self.task = task if federation.inputs is None else task.taking(federation.inputs)
         self.device, self.precision = device, precision
 
     @abstractmethod

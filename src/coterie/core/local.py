@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from coterie.core.adam import Moving
 from coterie.core.key import Key
 from coterie.core.optimisers import PLAIN, Moments, Optimiser
 from coterie.core.pytree import Params, flat, leaves, stack, tree_map, unflat
-from coterie.core.refusal import is_refusal
 from coterie.core.task import Data, Task
 
 NONE: Params = {}
@@ -176,11 +176,8 @@ def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def every(*args: Any) -> Any:
         if not any(x.dim() > 4 for x in leaves(args[0])):
-            try:
+            with suppress(RuntimeError):  # if it is the function's own, it will be raised again
                 return vmap(function)(*args)
-            except RuntimeError as error:
-                if not is_refusal(error):
-                    raise
         models = range(len(leaves(args[0])[0]))
         return stack([function(*tree_map(lambda x, i=i: x[i], args)) for i in models])
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -57,10 +58,17 @@ class PureModule:
         self._training = _uncounted(copy.deepcopy(module).train()).to("meta")
         self._scoring = _uncounted(_scoring(module)).to("meta")
         self._counters = {n for n, _ in module.named_buffers()} - {n for n, _ in self._training.named_buffers()}
+        self._sees_all_rows = bool(carry)  # what is made of these buffers is the user's, and may be of any row
         self._norms = any(isinstance(layer, _BatchNorm) for layer in module.modules())
         buffers = dict(module.named_buffers())
         self.moving = tuple(n for n in (*self.kinds.carried, *self.kinds.personal) if n in buffers)
         self.moves: bool | None = None  # whether training differs from scoring; None until it was tried
+
+    @property
+    def uses_the_batch(self) -> bool:
+        """Whether a row's score depends on the other rows: where BatchNorm has no statistics, or not yet."""
+        bare = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in self._module.modules())
+        return bare or bool(self.kinds.personal)
 
     # --- the function -----------------------------------------------------------------------------------------------
 
@@ -84,6 +92,10 @@ class PureModule:
             mask: 1 for a real row (n,).
             seed: Dropout masks follow from it.
         """
+        if self._sees_all_rows and peek_interpreter_stack() is not None:
+            raise RuntimeError("vmap pads clients to one length, which buffers that are carried would be made of")
+        if self._sees_all_rows and not bool(mask.all()):
+            return self._train_real_rows(params, args, kwargs, mask, seed)
         state = self._used(params, mask.device)
         # A copy for each client, also where vmap stacks them: buffers may be written to.
         state |= {n: state[n] + 0 * mask.sum() for n in self.moving}
@@ -91,6 +103,15 @@ class PureModule:
         with Pass(mask, seed) as own:
             out = output_of(functional_call(self._training, state, args, kwargs, tie_weights=False))
         return out, {n: own.moved.get(id(before[n]), state[n]) for n in self.moving}
+
+    def _train_real_rows(
+        self, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Params]:
+        """The same for a batch with padding, which the module is not shown; its outputs are 0 there."""
+        real = mask.nonzero().flatten()
+        own = tuple(x[real] for x in args), {n: x[real] for n, x in kwargs.items()}
+        out, moved = self.train(params, *own, mask[real], seed)
+        return out.new_zeros(len(mask), *out.shape[1:]).index_copy(0, real, out), moved
 
     def _state(self, params: Params, device: torch.device) -> Params:
         """All tensors of the module."""

@@ -84,7 +84,8 @@ class ModuleFunctions:
                 return wrong
             out = self.pure(model, args, kwargs, torch.ones(1))
         wrong = outside(self.make(0), data.x) or self._wrong_rows(out) or self.verify(out, data.y)
-        return wrong or self._wrong_loss(out, data.y[:1].cpu()) or self._unsteady(model, args, kwargs, out)
+        wrong = wrong or self._wrong_loss(out, data.y[:1].cpu()) or self._unsteady(model, args, kwargs, out)
+        return wrong or self._mixes(model, data.x, out)
 
     def takes(self, x: Tensor) -> str | None:
         """What is wrong with rows without targets, tried on the first; None if the module takes them."""
@@ -99,7 +100,7 @@ class ModuleFunctions:
 
     def first_layer(self, x: Tensor) -> FirstLinear | None:
         """The module taken apart after its first layer, where training is the same as scoring."""
-        if self.inputs is not None or self.pure.fault((x,), {}) or self.pure.moves:
+        if self.inputs is not None or self.takes(x) or self.pure.fault((x,), {}) or self.pure.moves:
             return None
         return split_first_linear(self.make(0), self.loss, x)
 
@@ -130,6 +131,21 @@ class ModuleFunctions:
                 hint = "; torch's losses do so with reduction='none'" if shape == () else ""
                 return f"the {what} must give one value per row, got shape {shape} for 2 rows{hint}"
         return None
+
+    def _mixes(self, model: Params, x: Tensor, out: Tensor) -> str | None:
+        """A row's output must not depend on the rows beside it, which may be padding; BatchNorm knows which are."""
+        if len(x) < 2 or self.pure.uses_the_batch:
+            return None
+        first, other = x[:1].cpu(), x[1:2].cpu()
+        with torch.no_grad():
+            beside = self.output(model, torch.cat([first, other, first]), torch.ones(3))
+        near = 1e-4 * float(out.abs().max() + 1)
+        if len(beside) == 3 and all(torch.allclose(beside[i], out[0], rtol=1e-3, atol=near) for i in (0, 2)):
+            return None
+        return (
+            f"{self.pure.name} gives a row another output when other rows are beside it: it mixes the rows of a batch "
+            "(is it a layer with batch_first=False?)"
+        )
 
     def _unsteady(self, model: Params, args: Any, kwargs: Any, out: Tensor) -> str | None:
         """Random numbers may also come from Python or numpy."""

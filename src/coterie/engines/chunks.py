@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.core.engine import Exchange
 from coterie.core.pytree import leaves
-from coterie.core.refusal import is_refusal
+from coterie.engines.refusal import is_refusal
 from coterie.engines.store import Store, free_memory
 
 PADDING = 1.25  # clients share a chunk only if none is padded by more than this, unless there is little to do at all

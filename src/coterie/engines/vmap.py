@@ -11,13 +11,13 @@ from torch.func import vmap
 
 from coterie.core.engine import Exchange
 from coterie.core.pytree import leaves, nbytes, take, tree_map
-from coterie.core.refusal import is_refusal
 from coterie.core.step import ClientStep, Local, Reply, derived, step_name
 from coterie.core.train import Models, own_rows
 from coterie.engines.chunks import Chunks, Ways
 from coterie.engines.errors import FAULTS, explained, is_own_fault
 from coterie.engines.graphs import Replayed
 from coterie.engines.local import LocalEngine
+from coterie.engines.refusal import is_refusal
 
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
 RECORDING = ("cuda",)  # devices whose operations can be recorded
@@ -84,10 +84,11 @@ class Vmap(LocalEngine):
             try:
                 return together(at)
             except FAULTS as error:
-                if is_own_fault(error) and not is_refusal(error):
-                    for i in at:  # whose fault it is
-                        alone(i.reshape(1))
-                raise
+                if not is_own_fault(error) or is_refusal(error):
+                    raise
+                for i in at:  # whose fault it is
+                    alone(i.reshape(1))
+                raise RuntimeError(f"vmap fails where single clients do not: {error}") from error
 
         return work
 

@@ -225,7 +225,7 @@ class Loop:
     def _not_finite(self, state: Any) -> set[int]:
         """The clusters whose models hold a NaN or an infinity."""
         models = self.method.models(state).values()
-        return {j for x in models for j in (~torch.isfinite(x.flatten(1)).all(1)).nonzero().flatten().tolist()}
+        return {j for x in models for j in (~torch.isfinite(x.reshape(len(x), -1)).all(1)).nonzero().flatten().tolist()}
 
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
