@@ -70,7 +70,7 @@ def test_piped_output_has_no_progress(capfd, digits):
 def test_progress_ends_its_line_when_a_run_fails(monkeypatch, digits, error):
     terminal = on_terminal(monkeypatch)
 
-    def fail(row):
+    def fail(row, run):
         if row["round"] == 2:
             raise error
 
@@ -108,7 +108,7 @@ def test_a_resumed_run_shows_its_round(monkeypatch, digits, tmp_path):
 
 def test_what_callbacks_write_has_lines_of_its_own(monkeypatch, digits):
     terminal = on_terminal(monkeypatch)
-    ct.fit(ct.IFCA(2), TASK, digits, rounds=3, callbacks=[lambda row: terminal.write(f"hello {row['round']}\n")])
+    ct.fit(ct.IFCA(2), TASK, digits, rounds=3, callbacks=[lambda row, run: terminal.write(f"hello {row['round']}\n")])
     assert terminal.screen[:3] == ["hello 1", "hello 2", "hello 3"] and "round 3/3" in terminal.screen[3]
 
 

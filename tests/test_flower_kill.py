@@ -8,16 +8,16 @@ import tomllib
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import coterie as ct
 from coterie.core.key import Key
+from coterie.core.pytree import stack
 from coterie.engines import simulated
 from coterie.flower.lab import LINK
 from coterie.flower.submit import submit, watch
 from coterie.flower.template import write_app
 from coterie.runs.config import build_algorithm, build_task
-from coterie.runs.folder import read_history, read_result
+from coterie.runs.folder import read_history, read_models, read_result
 from coterie.runs.loop import CLIENTS, START
 
 pytestmark = [
@@ -100,7 +100,7 @@ def test_a_run_outlives_a_node_its_server_and_its_superlink(lab_to_kill, tmp_pat
             state, cohort.without(torch.tensor([4 * s + i for s in away for i in range(4)])).at(t)
         )
     assert read_result(out)["labels"] == algorithm.labels(state).tolist()
-    found, models = load_file(out / "final" / "models.safetensors"), algorithm.models(state)
+    found, models = stack(read_models(out)), algorithm.models(state)
     assert found.keys() == models.keys()
     for n, x in models.items():
         assert torch.allclose(found[n], x, rtol=1e-5, atol=1e-5), n

@@ -6,14 +6,14 @@ import tomllib
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import coterie as ct
 from coterie.cli.main import app as cli
+from coterie.core.pytree import stack
 from coterie.flower.submit import submit, watch
 from coterie.runs.config import build_algorithm, build_task
-from coterie.runs.folder import read_events, read_history, read_result
+from coterie.runs.folder import read_events, read_history, read_models, read_result
 
 pytestmark = pytest.mark.flower
 
@@ -120,7 +120,7 @@ def assert_as_simulated(name, data, out):
     run = ct.fit(algorithm, task, space["whole"](data), **tables["run"])
     models = algorithm.models(run.state)
     assert read_result(out)["labels"] == run.labels.tolist()
-    found = load_file(out / "final" / "models.safetensors")
+    found = stack(read_models(out))
     assert found.keys() == models.keys()
     for n, x in models.items():
         assert torch.allclose(found[n], x, rtol=1e-5, atol=1e-5), n

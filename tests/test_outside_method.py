@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from coterie.core import registry
+from coterie.core.pytree import stack
 from coterie.core.registry import known
+from coterie.runs.folder import read_models
 from coterie.testing import Skip, checks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fesem"
@@ -76,7 +77,7 @@ def test_the_command_line_lists_it_and_runs_it_and_a_killed_run_goes_on(coterie,
     process.send_signal(signal.SIGKILL)
     process.communicate()
     coterie("run", config, "--out", out, "--resume")
-    whole, parts = (load_file(folder / "final" / "models.safetensors") for folder in (tmp_path / "whole", out))
+    whole, parts = (stack(read_models(folder)) for folder in (tmp_path / "whole", out))
     assert all((whole[name] == parts[name]).all() for name in whole)
 
 

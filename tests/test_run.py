@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it 
 import coterie as ct
 task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 federation = ct.data.rotated_digits(16, seed=0)
-def pause(row):
+def pause(row, run):
     print(row["round"], flush=True)
     time.sleep(float(sys.argv[2]))
 ct.fit(ct.IFCA(4, patience=2), task, federation, rounds=12, seed=5, out=sys.argv[1], callbacks=[pause])
@@ -114,7 +114,7 @@ def test_a_regression_has_no_accuracy():
 
 
 def test_killed_at_any_moment_a_run_ends_as_if_never_stopped(tmp_path, digits):
-    whole, same = tmp_path / "whole", "final/models.safetensors"
+    whole, same = tmp_path / "whole", "final/cluster-0.safetensors"
     finish(whole, digits)
     expected = [[r["round"], r["loss"], r["accuracy"]] for r in record.read_history(whole)]
     for delay in (0.0, 0.04, 0.11):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import coterie as ct
 from coterie.cli.main import main as command_line
 from coterie.core.key import Key
-from coterie.core.pytree import flat
+from coterie.core.pytree import flat, stack
 from coterie.core.step import ClientStep, Reply
 from coterie.engines import ranks, simulated
 from coterie.engines.sharded import deal
@@ -177,7 +177,7 @@ def test_the_command_line_divides_the_work_by_itself(tmp_path):
     ct.fit(config.algorithm, config.task, config.federation, out=plain, **config.run)
     names = [{p.relative_to(f) for p in f.rglob("*") if p.parent.name != "checkpoints"} for f in (shared, plain)]
     assert names[0] == names[1]
-    models = [flat(load_file(f / "final" / "models.safetensors")) for f in (shared, plain)]
+    models = [flat(stack(record.read_models(f))) for f in (shared, plain)]
     assert torch.allclose(*models, rtol=0, atol=1e-6)
     found = [record.read_result(f) for f in (shared, plain)]
     assert all(found[0][name] == found[1][name] for name in ("labels", "bytes_down", "bytes_up"))

@@ -39,20 +39,6 @@ def test_losses_by_hand():
     assert classifier.loss(zero, labelled).tolist() == pytest.approx([0.6931472])
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "layer '1' (BatchNorm1d) mixes the rows of a batch"),
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)), "layer '1' (BatchNorm1d)"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "layer '1' (Dropout) draws random numbers"),
-    ],
-)
-def test_modules_with_hidden_state_are_refused_by_name(module, message):
-    with pytest.raises(ValueError, match="Task") as error:
-        ct.Task.classifier(module)
-    assert message in str(error.value)
-
-
 def test_a_layer_that_cannot_be_drawn_anew_is_refused_but_a_builder_works():
     class Odd(nn.Module):
         def __init__(self):

@@ -8,7 +8,6 @@ A callback that returns True ends the run after this round. Any function of two 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,8 +54,8 @@ class EarlyStopping:
         if row.get(self.watch) is None:
             _check_known(self.watch, row, run)
             return False
-        best, since = math.inf, 0
-        for value in values:
+        best, since = values[0], 0
+        for value in values[1:]:
             best, since = (value, 0) if value < best - self.delta else (best, since + 1)
         return since >= self.patience
 
