@@ -55,7 +55,7 @@ class Sites:
             roster = enrol(self.grid, task, nodes=sites, deadline=1)
             return FlowerMembership(FlowerEngine(self.grid, roster, task, key, run="a", deadline=0.1))
 
-        def happens(row):
+        def happens(row, run):
             for action in (at or {}).get(row["round"], ()):
                 action()
 
