@@ -14,6 +14,7 @@ from coterie.flower.enrolment import enrol, plain_task
 from coterie.flower.local import LocalGrid
 from coterie.flower.node import Node
 from coterie.flower.roster import Roster, Site
+from coterie.flower.secure_engine import SecureFlower
 from coterie.models import MODELS
 from coterie.runs.config import build_task
 from coterie.runs.fit import fit_on
@@ -247,6 +248,18 @@ def test_a_secure_sum_of_batch_norm(clients):
     )
     for n, x in plain.models[0].items():
         assert torch.allclose(x, secret.models[0][n], atol=1e-3), n
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "local"])
+def test_a_secure_sum_over_nodes(batch_norm, clients, on_flower):
+    """What clients keep, they keep there too."""
+    task = ct.Task.classifier(Normed(5), batch_norm=batch_norm)
+    algorithm = ct.FedAvg(tau=2, lr=0.05, optimiser=ct.Adam(keep=True))
+    options = {"secure": ct.SecureSum(min_members=2), "secured": SecureFlower, "rounds": 2, "evaluations": 1}
+    there = fit_on(lambda key: on_flower(clients, task, key), algorithm, **options)
+    here = ct.fit(algorithm, task, clients, rounds=2, evaluations=1)
+    for n, x in here.models[0].items():
+        assert torch.allclose(x, there.models[0][n], atol=1e-3), n
 
 
 # --- several inputs ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ class Picky:
 
     @client_step
     def step(self, task):
-        return ClientStep(lambda message, local: Reply(local.data.x.sum() + local.draws), self.draw)
+        return ClientStep(
+            lambda message, local: Reply((local.data.x.T * local.data.mask).sum() + local.draws), self.draw
+        )
 
     def draw(self, n, key, when):
         return torch.tensor([1.0, 2.0, 0.0, 4.0][n - 1 if n != 3 else 9])

@@ -99,7 +99,7 @@ class ModuleFunctions:
 
     def first_layer(self, x: Tensor) -> FirstLinear | None:
         """The module taken apart after its first layer, where training is the same as scoring."""
-        if self.inputs is not None or self.pure.fault((x,), {}) or self.pure.moves:
+        if self.inputs is not None or self.takes(x) or self.pure.fault((x,), {}) or self.pure.moves:
             return None
         return split_first_linear(self.make(0), self.loss, x)
 

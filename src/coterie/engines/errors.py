@@ -12,7 +12,7 @@ import torch
 from coterie.core.engine import Engine, Exchange
 from coterie.core.step import step_name
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parent.parent)
+_LIBRARIES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent)
 
 
 class StepError(ValueError):
