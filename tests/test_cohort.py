@@ -34,7 +34,7 @@ class Toy:
 def four_clients(executor, uplink=None):
     sizes, slots = (1, 4, 2, 3), (0, 1, 1, 0)
     clients = [(torch.ones(n, 1), torch.full((n,), j)) for n, j in zip(sizes, slots, strict=True)]
-    return simulated(Federation.from_clients(clients), None, Key.of(0), executor=executor, uplink=uplink)
+    return simulated(Federation.from_clients(clients), ct.Task.distance(), Key.of(0), executor=executor, uplink=uplink)
 
 
 @pytest.fixture(params=list(ENGINES))

@@ -55,10 +55,14 @@ VARIANTS = {
     "by_adam": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3, "decay": 0.5, "optimiser": "adam", "restarts": 1},
     "by_sgd": {"optimiser": "sgd", "lr": 0.01},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
+    "kept_adam": {"optimiser": ct.Adam(keep=True), "lr": 0.01, "fraction": 0.5},
+    "server_yogi": {"server": ct.Yogi(), "server_lr": 0.1},
 }  # fmt: skip
 
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
-FLOWN = ("shared", "patient", "revived", "split_half", "rotated", "soft", "renewed", "disturbed")
+FLOWN = (
+    "shared", "patient", "revived", "split_half", "rotated", "soft", "renewed", "disturbed", "kept_adam", "server_yogi",
+)  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.
 SAMPLED = {"stop_and_resume", "renumbering_clients_renumbers_labels"}
 

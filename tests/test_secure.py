@@ -235,7 +235,7 @@ def federation_of(labels):
 
 
 def cohort_of(executor="sequential", labels=(0, 1, 2) * 4):
-    return simulate(federation_of(labels), None, Key.of(0), executor=executor)
+    return simulate(federation_of(labels), ct.Task.distance(), Key.of(0), executor=executor)
 
 
 def secured(cohort, answering=lambda exchange, asked: asked, witness=lambda transcript: None, **settings):

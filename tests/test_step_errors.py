@@ -126,7 +126,7 @@ def test_a_wrong_shape_is_not_called_something_that_vmap_cannot_do(executor):
 @every_engine
 def test_an_error_while_random_numbers_are_drawn(executor):
     rows = [(torch.ones(n, 1), torch.zeros(n)) for n in (4, 4, 3, 1)]
-    cohort = simulated(ct.Federation.from_clients(rows), None, Key.of(0), executor=executor)
+    cohort = simulated(ct.Federation.from_clients(rows), ct.Task.distance(), Key.of(0), executor=executor)
     with pytest.raises(StepError, match=r"Picky\.step failed in the start at client 2: IndexError: list index"):
         cohort.combine(Picky().step, ())
     reply = cohort.only([0, 1, 3]).at(0).gather(Picky().step, ())

@@ -220,6 +220,7 @@ class Federation:
 
     def check(self, task: Task) -> None:
         """Refuse data that the task's model cannot take, naming the first client at fault."""
+        task = task.taking(self.inputs)
         for part, where in ((self.train, ""), (self.test, "test rows: ")):
             for first, piece in part.pieces(CHECKED) if part else ():
                 if fault := _fault(task, piece):

@@ -127,6 +127,11 @@ class PureModule:
         """What a client begins with of what never leaves it."""
         return {n: self._values.on(torch.device("cpu"))[n] for n in self.kinds.personal}
 
+    @property
+    def unsent(self) -> Params:
+        """What is never in a message, by name: frozen parameters, constants, and what clients begin with."""
+        return {n: x for n, x in self._values.on(torch.device("cpu")).items() if n not in self._counters}
+
     # --- what is left of it -----------------------------------------------------------------------------------------
 
     def state_dict(self, params: Params) -> Params:

@@ -109,9 +109,7 @@ class ModuleFunctions:
 
     def _given(self, x: Tensor) -> str:
         if self.inputs is not None:
-            return "inputs " + ", ".join(
-                f"{p.name or 'of'} {p.shape} {str(p.dtype).removeprefix('torch.')}" for p in self.inputs.parts
-            )
+            return f"inputs {self.inputs}"
         return f"rows of shape {tuple(x.shape[1:])} and type {x.dtype}"
 
     def _wrong_rows(self, out: Tensor) -> str | None:

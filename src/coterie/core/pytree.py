@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "Outer", "Params", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take",
+    "Outer", "Params", "all_on", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take",
     "to_device", "to_server", "tree_map", "unflat",
 ]  # fmt: skip
 
@@ -140,14 +140,19 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
+def all_on(device: torch.device, tree: Any) -> Any:
+    """All tensors of a tree on a device, labels and counts too: what a client remembers."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
+
+
 def beside(x: Tensor, tree: Any) -> Any:
     """All tensors of a tree on the device of x, for what is computed with them there."""
-    return tree_map(lambda y: y.to(x.device) if isinstance(y, Tensor) else y, tree)
+    return all_on(x.device, tree)
 
 
 def to_server(tree: Any) -> Any:
     """All tensors of a tree on the CPU, where the server works."""
-    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, tree)
+    return all_on(torch.device("cpu"), tree)
 
 
 def exact(x: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Task:
             check=check_labels,
             mix=_mean_probability,
             predict=lambda out: out.argmax(-1),
-            spec={"kind": "classifier", **_spec(module)},
+            spec={"kind": "classifier", **_spec(module, batch_norm)},
         )
 
     @classmethod
@@ -160,7 +160,7 @@ class Task:
             init=init,
             batch_norm=batch_norm,
             check=check_targets,
-            spec={"kind": "regressor", **_spec(module)},
+            spec={"kind": "regressor", **_spec(module, batch_norm)},
         )
 
     @classmethod
@@ -184,7 +184,7 @@ class Task:
             check=check_words,
             mix=_mean_probability,
             predict=lambda out: out.argmax(-1),
-            spec={"kind": "language_model", **_spec(module)},
+            spec={"kind": "language_model", **_spec(module, batch_norm)},
         )
 
     @classmethod
@@ -356,8 +356,10 @@ def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
     return forward
 
 
-def _spec(module: Source) -> dict[str, Any]:
-    return {"model": module.spec} if isinstance(module, nn.Module) and hasattr(module, "spec") else {}
+def _spec(module: Source, batch_norm: BatchNorm = "average") -> dict[str, Any]:
+    """What a description says besides the kind: the model, and how BatchNorm is done where that is not as usual."""
+    model = {"model": module.spec} if isinstance(module, nn.Module) and hasattr(module, "spec") else {}
+    return {**model, "batch_norm": batch_norm} if batch_norm != "average" else model
 
 
 def _is_right(out: Tensor, y: Tensor) -> Tensor:

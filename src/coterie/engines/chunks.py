@@ -68,8 +68,8 @@ class Chunks:
         clients, cut = self._cuts.get((exchange.part, free), (None, []))
         memory = exchange.ledger.memory
         if clients is not exchange.clients or memory:
-            known = [i in memory for i in exchange.clients.tolist()] if memory else [False] * len(sizes)
-            cut = buckets(sizes, torch.tensor(known), free)
+            forms = _forms([memory.get(i) for i in exchange.clients.tolist()]) if memory else torch.zeros_like(sizes)
+            cut = buckets(sizes, forms, free)
             self._cuts[exchange.part, free] = exchange.clients, cut
         return cut
 
@@ -138,20 +138,27 @@ def size_class(rows: int) -> int:
     return size
 
 
-def buckets(sizes: Tensor, known: Tensor, free: int = 0) -> list[Tensor]:
+def _forms(memories: list[Any]) -> Tensor:
+    """A number for each client: those with the same one remember the same kinds of things, and can be stacked."""
+    forms = [tuple(kept) if isinstance(kept, dict) else (type(kept),) for kept in memories]
+    number = {form: i for i, form in enumerate(dict.fromkeys(forms))}
+    return torch.tensor([number[form] for form in forms])
+
+
+def buckets(sizes: Tensor, forms: Tensor, free: int = 0) -> list[Tensor]:
     """Positions of clients, largest first, cut where padding to the largest of the bucket would waste too much.
 
-    Clients that remember something (`known`) are kept apart from those that do not yet. A bucket of up to `free` rows,
-    padding among them, costs no less than a smaller one does, and is not cut.
+    Clients that remember other kinds of things, or nothing yet, are kept apart: their `forms` differ. A bucket of up to
+    `free` rows, padding among them, costs no less than a smaller one does, and is not cut.
 
     Example:
-        >>> sizes, new = torch.tensor([10, 100, 9, 90]), torch.zeros(4, dtype=torch.bool)
+        >>> sizes, new = torch.tensor([10, 100, 9, 90]), torch.zeros(4)
         >>> [b.tolist() for b in buckets(sizes, new)], [b.tolist() for b in buckets(sizes, new, free=400)]
         ([[1, 3], [0, 2]], [[1, 3, 0, 2]])
     """
     out: list[Tensor] = []
-    for side in (known, ~known):
-        at = side.nonzero().flatten()
+    for form in forms.unique():
+        at = (forms == form).nonzero().flatten()
         at = at[sizes[at].argsort(descending=True, stable=True)]
         while len(at):
             own = sizes[at]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from coterie.core.module import PureModule
 from coterie.core.task import Task
 from coterie.flower.grid import Grid, TooFew, brief, exchange, wait_for
 from coterie.flower.roster import Roster, Site
+from coterie.runs.config import build_task
 
 
 def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups: bool = True) -> Roster:
@@ -36,6 +39,8 @@ def ask_sites(
     grid: Grid, task: Task, nodes: Sequence[int], deadline: float, *, groups: bool
 ) -> tuple[dict[int, Site], dict[int, str]]:
     """Ask nodes who their clients are: what each answered, and why others did not. Each is judged by itself."""
+    if not nodes:
+        return {}, {}
     content = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": groups})})
     enrolled, faults = dict[int, Site](), dict[int, str]()
     for node, message in exchange(grid, {n: (n, "query.enrol", content) for n in nodes}, deadline).items():
@@ -63,9 +68,28 @@ def _site(message: Message | None) -> Site:
 
 
 def plain_task(task: Task) -> str:
-    """A task as JSON, from which nodes build it."""
+    """A task as JSON, from which nodes build it.
+
+    Raises:
+        ValueError: They could not, or not the same one.
+    """
     if not task.spec or ("model" not in task.spec and task.spec["kind"] != "distance"):
         raise ValueError(
             "flower: the task has a module of your own, which nodes cannot build; use one of coterie.models"
         )
+    if task.functions is not None and (name := _another(task.functions.pure, build_task(task.spec))):
+        raise ValueError(
+            f"flower: nodes build the model anew from its description, so '{name}' would be another one there; only "
+            "parameters that are trained and sent may differ from those of a new model"
+        )
     return json.dumps(task.spec)
+
+
+def _another(own: PureModule, built: Task) -> str | None:
+    """The name of something that is not sent, such as a frozen parameter, and is not the same in what nodes build."""
+    there = built.functions.pure.unsent if built.functions is not None else {}
+    here = own.unsent
+    for name in sorted({*here, *there}):
+        if name not in here or name not in there or not torch.equal(here[name], there[name]):
+            return name
+    return None

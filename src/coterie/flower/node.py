@@ -16,6 +16,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.engine import Ledger
 from coterie.core.federation import Federation
 from coterie.core.key import Key
+from coterie.core.pytree import all_on
 from coterie.core.step import Reply, Secrecy, Step, derived
 from coterie.core.task import Task
 from coterie.engines import find_device, simulated
@@ -97,7 +98,7 @@ class Node:
 
     def _recall(self, ledger: Ledger, moment: Moment, types: dict[str, type]) -> None:
         """Have clients remember what they kept, whatever their order was then."""
-        before = self.memory.load(moment, types)
+        before = all_on(self.device, self.memory.load(moment, types))
         names = {i: self.federation.name(i) for i in range(len(self.federation))} if before else {}
         ledger.memory = {i: before[name] for i, name in names.items() if name in before}
         ledger.chunks = self.memory.load_chunks(moment.run)

@@ -18,6 +18,7 @@ from torch import Tensor
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.task import Task
+from coterie.storage.inputs import Inputs
 from coterie.storage.packed import Packed
 
 AWAY = -1  # in place of Flower's number of a node that has not come back yet
@@ -84,6 +85,7 @@ class Site:
         train: About their training rows.
         test: About their test rows, None where there are none.
         groups: Their true groups, where a generator knows them; used only to score.
+        inputs: The inputs that lie side by side in a row, None where a row is one.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Site:
     train: Rows
     test: Rows | None
     groups: tuple[int, ...] | None
+    inputs: Inputs | None = None
 
     @classmethod
     def of(cls, name: str, federation: Federation) -> Site:
@@ -104,7 +107,8 @@ class Site:
         """
         test = None if federation.test is None else Rows.of(federation.test)
         groups = None if federation.groups is None else tuple(federation.groups.tolist())
-        return cls(name, named(name, federation).ids or (), Rows.of(federation.train), test, groups)
+        names = named(name, federation).ids or ()
+        return cls(name, names, Rows.of(federation.train), test, groups, federation.inputs)
 
     def __post_init__(self) -> None:
         "".join((self.name, *self.clients)).encode()  # half of a character has no bytes, and names are hashed
@@ -119,6 +123,8 @@ class Site:
             raise ValueError("it has no client, or one without rows")
         if self.test and self.test.kind != self.train.kind:
             raise ValueError(f"its test rows are {self.test.kind}, its training rows {self.train.kind}")
+        if self.inputs is not None and self.train.x != (self.inputs.width,):
+            raise ValueError(f"its rows are {self.train.x}, but its inputs {self.inputs}")
 
     @property
     def mark(self) -> str:
@@ -138,7 +144,8 @@ class Site:
 
     def to_plain(self) -> dict[str, Any]:
         """The same as a table for JSON."""
-        return dataclasses.asdict(self)
+        plain = None if self.inputs is None else self.inputs.plain()
+        return {**dataclasses.asdict(dataclasses.replace(self, inputs=None)), "inputs": plain}
 
     @classmethod
     def from_plain(cls, table: Any) -> Site:
@@ -151,9 +158,19 @@ class Site:
             parts = {part: table[part] and Rows(**_tuples(table[part])) for part in PARTS}
             names = [str(c) for c in table["clients"]]
             groups = None if table["groups"] is None else tuple(int(g) for g in table["groups"])
-            return cls(str(table["name"]), tuple(names), parts["train"], parts["test"], groups)
+            inputs = None if table.get("inputs") is None else _inputs(table["inputs"])
+            return cls(str(table["name"]), tuple(names), parts["train"], parts["test"], groups, inputs)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it does not say who its clients are ({type(error).__name__}: {error})") from error
+
+
+def _inputs(tables: Any) -> Inputs:
+    """The layout of rows that a site tells, which may be anything."""
+    inputs = Inputs.from_plain(tables)
+    for part in inputs.parts:
+        if not isinstance(part.name, str | None) or not all(type(n) is int and n >= 0 for n in part.shape):
+            raise ValueError("its inputs have no names or shapes")
+    return inputs
 
 
 def _tuples(table: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +236,9 @@ class Roster:
                 raise ValueError(f"two {what} are called '{name}'; names must differ over all nodes")
         if not sites:
             raise ValueError("no node has enrolled")
+        for site in sites:
+            if site.inputs != sites[0].inputs:
+                raise ValueError(_unlike(site, sites[0]))
         whole = all(s.groups is not None for s in sites)
         groups = torch.tensor([g for s in sites for g in s.groups or ()]) if whole else None
         test = [s.test for s in sites if s.test is not None]
@@ -227,6 +247,7 @@ class Roster:
             test=_blank(test, [s.name for s in sites]) if len(test) == len(sites) else None,
             groups=groups,
             ids=tuple(c for s in sites for c in s.clients),
+            inputs=sites[0].inputs,
             source={"name": "flower"},  # not the sites: they come and go, and are in the run folder's roster
         )
         counts = torch.tensor([len(s.clients) for s in sites])
@@ -302,10 +323,20 @@ def _changed(before: Site, now: Site) -> str:
         return f"it has {len(now.clients)} clients, and had {len(before.clients)} when it enrolled first"
     if now.train.kind != before.train.kind:
         return f"its rows are {now.train.kind}, and were {before.train.kind} when it enrolled first"
+    if now.inputs != before.inputs:
+        return f"its rows are {_layout(now)}, and were {_layout(before)} when it enrolled first"
     for i, (old, new) in enumerate(zip(before.clients, now.clients, strict=True)):
         if old != new:
             return f"its client {i} is called '{new}', and was '{old}' when it enrolled first"
     return ""
+
+
+def _unlike(one: Site, other: Site) -> str:
+    return f"rows of site '{one.name}' are {_layout(one)}, those of site '{other.name}' {_layout(other)}"
+
+
+def _layout(site: Site) -> str:
+    return "one input" if site.inputs is None else f"inputs {site.inputs}"
 
 
 def _blank(rows: Sequence[Rows], names: Sequence[str]) -> Packed:

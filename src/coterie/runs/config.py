@@ -32,6 +32,7 @@ TASKS = {
     "density": Task.density,
     "adversarial": Task.adversarial,
 }
+NORMED = ("classifier", "regressor", "language_model")  # whose models may have BatchNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
 
 def build_task(table: dict[str, Any]) -> Task:
     """The task that a table describes: `kind` and a `model` table of `name` and `sizes`."""
-    _known(table, ["kind", "model"], "task")
+    _known(table, ["kind", "model", "batch_norm"], "task")
     kind = table.get("kind", "classifier")
     if kind == "distance":  # of points to centres, which have no model
         return Task.distance()
@@ -120,7 +121,10 @@ def build_task(table: dict[str, Any]) -> Task:
     if not isinstance(table.get("model"), dict):
         raise ValueError('[task] needs a model, such as model = { name = "mlp", sizes = [64, 32, 10] }')
     model, values = _named(table["model"], MODELS, "task.model")
-    return TASKS[kind](_call(model, values, "task.model"))
+    options = {n: v for n, v in table.items() if n == "batch_norm"}
+    if options and kind not in NORMED:
+        raise ValueError(f"[task] batch_norm goes with {', '.join(NORMED)}, not with {kind}")
+    return TASKS[kind](_call(model, values, "task.model"), **options)
 
 
 def build_federation(table: dict[str, Any]) -> Federation:

@@ -87,7 +87,6 @@ def fit(
     check_federation(federation)
     algorithm.check_task(task)
     place, make = find_device(device), find_engine(executor)
-    task = task.taking(federation.inputs)
     federation.check(task)
     checked, transforms = check_precision(precision, place), check_uplink(uplink)
 

@@ -14,7 +14,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.membership import Membership
 from coterie.core.method import Method, Report
-from coterie.core.pytree import to_device
+from coterie.core.pytree import all_on, to_device
 from coterie.runs import sanity
 from coterie.runs.evaluate import Scores, evaluate
 from coterie.runs.folder import Record
@@ -247,7 +247,7 @@ class Loop:
         self.history = self.record.rewind(content["done"])
         if (m := len(self.method.labels(content["state"]))) != len(self.cohort):
             self.membership.restrict(m)
-        self.cohort.ledger.memory = content["memory"]
+        self.cohort.ledger.memory = all_on(self.cohort.engine.device, content["memory"])
         self.cohort.ledger.chunks = content["chunks"]
         self._publish(to_device(content["state"], self.cohort.engine.device), content["done"])
         return True

@@ -255,6 +255,9 @@ class Run:
         j = int(self.labels[i])
         if j < 0:
             raise ValueError(f"{self._cohort.federation.name(i)} is in no cluster that the server knows of")
+        if self.task.personal and self._cohort.engine.name == "flower":
+            name = self._cohort.federation.name(i)
+            raise ValueError(f"{name} keeps a part of its model to itself, on its node (batch_norm='local')")
         theta = take(self.algorithm.models(self.state), j)
         return {**theta, **beside(next(iter(theta.values())), personal_of(self._cohort.ledger.memory.get(i)))}
 

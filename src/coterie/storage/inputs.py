@@ -75,6 +75,9 @@ class Inputs(NamedTuple):
         rows = ((key if named else None, _rows(value, key)) for key, value in fields.items())
         return cls(tuple(Input(name, tuple(v.shape[1:]), _given_as(v.dtype)) for name, v in rows))
 
+    def __str__(self) -> str:
+        return ", ".join(f"{part.name or 'of'} {part.shape} {_word(part.dtype)}" for part in self.parts)
+
     @property
     def width(self) -> int:
         """How many numbers a row has: D."""
