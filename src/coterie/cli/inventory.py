@@ -22,6 +22,8 @@ def inventory(experiments: dict[str, dict[str, Any]]) -> dict[str, dict[str, str
     return {
         "methods": lines(known("method")),
         "starts": lines(known("start")),
+        "optimisers": lines(known("optimiser")),
+        "schedules": lines(known("schedule")),
         "uplinks": lines(known("uplink")),
         "data sets": lines(DATASETS),
         "changes": lines(CHANGES),

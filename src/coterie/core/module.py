@@ -25,7 +25,8 @@ BatchNorm = Literal["average", "local"]
 Init = Literal["random", "module"]
 
 _PROBE = torch.tensor(1)  # a seed for trying a module out
-_FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+# vmap cannot batch what attention does in evaluation; a GPU's recurrent layers have no gradient there.
+_AS_IN_TRAINING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RNNBase)
 
 
 class Kinds(NamedTuple):
@@ -215,12 +216,12 @@ def _aliases(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _scoring(module: nn.Module) -> nn.Module:
-    """A copy for scoring. Attention keeps to its path of training: vmap cannot batch the one of evaluation."""
+    """A copy for scoring. Some layers go the way of training, without dropout."""
     copied = copy.deepcopy(module).eval()
     for layer in copied.modules():
-        if isinstance(layer, _FUSED_IN_EVALUATION):
+        if isinstance(layer, _AS_IN_TRAINING):
             layer.training = True
-        if isinstance(layer, nn.MultiheadAttention):
+        if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
     return copied
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coterie.core.pytree import Params, tree_map
 from coterie.core.registry import find, register
-from coterie.core.settings import setting, validate
+from coterie.core.settings import setting
 
 Moments = dict[str, Any]  # what an optimiser remembers: trees of parameters, and the number of steps
 
@@ -184,6 +184,4 @@ def find_optimiser(given: str | Optimiser, where: str) -> Optimiser:
         given: What the user gave.
         where: The beginning of the message if there is none of that name.
     """
-    optimiser = find("optimiser", given, where)() if isinstance(given, str) else given
-    validate(optimiser)
-    return optimiser
+    return find("optimiser", given, where)() if isinstance(given, str) else given

@@ -26,12 +26,14 @@ def setting(default: Any = dataclasses.MISSING, *, low: float | None = None, hig
 
 
 def validate(config: Any) -> None:
-    """Check every field of a dataclass against its type and its declared range."""
+    """Check every field of a dataclass against its type and its declared range, and those of dataclasses in it."""
     owner, hints = type(config).__name__, get_type_hints(type(config))
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         check_type(f"{owner}: {f.name}", value, hints[f.name])
         low, high = f.metadata.get("low"), f.metadata.get("high")
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            validate(value)
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not math.isfinite(value):

@@ -348,13 +348,13 @@ class Train:
         if self.starts is not None:
             slot = self.k * torch.arange(self.starts, device=slot.device) + slot
             weight = weight.expand(self.starts)
-        return Reply(found.update, weight, slot, note, self._kept(found.memory))
+        return Reply(found.update, weight, slot, note, self._kept(found.memory, local.memory))
 
-    def _kept(self, memory: dict[str, Any]) -> Any:
-        """A memory without the axis of starts where nothing but one start has it; () for none."""
-        if "personal" in memory and self.starts is not None:
+    def _kept(self, memory: dict[str, Any], before: Any) -> Any:
+        """What the client remembers from now on, together with what it knew before and has not used; () for nothing."""
+        if "personal" in memory and self.starts is not None:  # there is one start, and only this step has its axis
             memory = {**memory, "personal": tree_map(lambda x: x[0], memory["personal"])}
-        return memory or ()
+        return {**before, **memory} if memory and isinstance(before, dict) else memory or ()
 
 
 def weight_of(data: Data, weights: Weights) -> Tensor:

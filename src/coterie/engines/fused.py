@@ -57,13 +57,13 @@ class Fused:
 
     def __init__(self, engine: LocalEngine, chunks: Chunks) -> None:
         self.engine, self.chunks, self.device = engine, chunks, engine.device
-        self._known: dict[str, FirstLinear | None] = {}
+        self._known: dict[tuple[str, str | None], FirstLinear | None] = {}  # by step, and why it is not fused
         self._replayed = Replayed(descend) if self.device.type == "cuda" else descend
 
     def match(self, exchange: Exchange) -> Match | None:
         """How this exchange can be fused; None if it cannot."""
         step, message = exchange.step(self.engine.task), exchange.message
-        if not isinstance(step, Train) or not step.same_rows or not isinstance(message, Models):
+        if not isinstance(step, Train) or not isinstance(message, Models):
             return None
         if exchange.part != "train" or message.lr_each:
             return None
@@ -193,21 +193,24 @@ class Fused:
 
     def _split(self, name: str, exchange: Exchange, step: Train) -> FirstLinear | None:
         """The model taken apart, if this model's steps can be fused; the log says once whether they are."""
-        if name not in self._known:
-            engine, why = self.engine, self._why_not(step)
+        why = self._why_not(step)
+        if (name, why) not in self._known:
+            engine = self.engine
             split = None if why else engine.task.first_layer(engine.federation.train.x[:2])
-            self._known[name] = split
+            self._known[name, why] = split
             n, d = int(engine.federation.train.sizes.max()), engine.federation.train.x[0].numel()
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
             closed = ", or closed form where that pays" if split and split.squared else ""
             said = f"fused ({form}{closed})" if split else f"not fused: {why or NOT_LINEAR}"
             exchange.ledger.messages.append(f"vectorised: {name}: {said}")
-        return self._known[name]
+        return self._known[name, why]
 
     def _why_not(self, step: Train) -> str | None:
         """Why a step cannot be fused, whatever the model."""
         if self.engine.uplink.transforms:
             return "the uplink changes every reply"
+        if not step.same_rows:
+            return "clients train on other rows from step to step"
         if not step.by.plain:
             return "steps are more than the gradient: there is an optimiser or a limit to the gradient's length"
         return None

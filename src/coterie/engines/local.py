@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -107,12 +108,14 @@ class LocalEngine(Engine):
     def arithmetic(self) -> Iterator[None]:
         """For what a client computes.
 
-        An operation that vmap does not know is done client by client. torch warns of it for each, and users can do
-        nothing about it: it is `Chunks` that measures which way is faster.
+        An operation that vmap does not know is done client by client, and recurrent layers whose weights lie apart are
+        slower on a GPU. torch warns of both, and users can do nothing about it: it is `Chunks` that measures which way
+        is faster.
         """
         _set_vmap_fallback_warning_enabled(False)
         try:
-            with arithmetic(self.precision, self.device):
+            with arithmetic(self.precision, self.device), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
                 yield
         finally:
             _set_vmap_fallback_warning_enabled(True)

@@ -206,6 +206,10 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
         self.check_shared(task)
         if self.shared and not self.takes_the_mean:
             raise ValueError("IFCA: shared parameters and a server optimiser do not go together")
+        if self.average == "gradient" and not (self.descend().plain and self.epochs is None):
+            raise ValueError(
+                "IFCA: average='gradient' sends one gradient; optimiser, clip and epochs need average='model'"
+            )
         if (rows := self._rows()) is not None:
             rows.check(cohort, "IFCA")
 

@@ -97,13 +97,16 @@ class Loop:
             raise snapshot.Unwritten(f"{error}; {stopped}: {on}") from error
 
     def _rounds(self) -> None:
+        """Do the rounds. A run that is resumed asks its callbacks first: they may have ended it here."""
         for t in range(self.now.done, self.rounds):
+            if self._called_off():
+                self._say_stop(t)
+                break
             if self.method.done(self.state):
                 break
             self._round(t)
-            if self._called_off():
-                self._say_stop(t + 1)
-                break
+        else:
+            self._called_off()  # there is nothing to end
 
     def _say_stop(self, done: int) -> None:
         self.cohort.ledger.messages.append(f"a callback ended the run after round {done} of {self.rounds}")
