@@ -148,18 +148,20 @@ class PureModule:
 
     def fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What is wrong with a module that can be called, tried on a row; None if nothing is."""
-        for module in (self._module.eval(), self._module.train()):
-            trial, rows = copy.deepcopy(module), torch.ones(len(_first(args, kwargs)))
-            with torch.no_grad(), Pass(rows, _PROBE if module.training else None) as own, Randomness() as random:
-                trial(*args, **kwargs)
+        outs: list[Tensor] = []
+        for training in (False, True):
+            trial, rows = copy.deepcopy(self._module).train(training), torch.ones(len(_first(args, kwargs)))
+            with torch.no_grad(), Pass(rows, _PROBE if training else None) as own, Randomness() as random:
+                outs.append(output_of(trial(*args, **kwargs)))
             if random.drawn:
                 return (
                     f"{self.name} draws random numbers by {random.drawn[0]} inside the model, which cannot be "
                     "repeated; of such layers and functions only dropout is possible"
                 )
             moved = self._moved(trial)
-            if module.training:
-                self.moves = bool(own.used or moved or self.kinds.carried or self.kinds.personal)
+            if training:
+                differs = not torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num())
+                self.moves = differs or bool(own.used or moved or self.kinds.carried or self.kinds.personal)
             for name in moved:
                 if name not in (*self.kinds.carried, *self.kinds.personal):
                     return f"{self.name} changes its buffer '{name}'; carry=('{name}',) has it sent and averaged"

@@ -122,6 +122,10 @@ class Run:
                 are mixed, each by its share of all clients.
             probabilities: Of a classifier, the probability of every class.
         """
+        if self.algorithm.needs.points:
+            raise ValueError(
+                f"predict: {type(self.algorithm).__name__} groups points; run.assign(x) has their clusters"
+            )
         rows = self._rows(x)
         models, task = self.algorithm.models(self.state), self.task
         if client is None:
