@@ -324,7 +324,7 @@ class Python(nn.Linear):
     ("module", "message"),
     [
         (Noisy(6, 3), "Noisy draws random numbers by randn_like inside the model"),
-        (nn.Sequential(nn.Linear(6, 3), nn.RReLU()), "draws random numbers by rrelu_with_noise"),
+        (nn.Sequential(nn.Linear(6, 3), nn.RReLU()), "draws random numbers by rrelu inside"),
         (Python(6, 3), "Python gives another output for the same row"),
         (Sideways(), "Sideways gives a row another output when other rows are beside it"),
         (dense(nn.BatchNorm1d(8, momentum=None)), "layer '1' (BatchNorm1d): momentum=None"),

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.core.hashed import mixed, uniform
 
@@ -35,6 +34,7 @@ class Pass(TorchFunctionMode):
     Attributes:
         moved: What BatchNorm's running statistics have become, by the identity of the tensors that they were.
         used: The names of the functions that were computed in this way.
+        drawn: The names of those that drew random numbers from a generator, which cannot be repeated.
     """
 
     def __init__(self, mask: Tensor, seed: Tensor | None, batch_statistics: bool = False) -> None:
@@ -42,6 +42,7 @@ class Pass(TorchFunctionMode):
         self.mask, self.seed, self.batch_statistics = mask, seed, batch_statistics
         self.moved: dict[int, Tensor] = {}
         self.used: list[str] = []
+        self.drawn: list[str] = []
         self._sites = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,6 +198,25 @@ def _batch_norm(
     return out if bias is None else out + bias.reshape(shape)
 
 
+# --- what cannot be repeated --------------------------------------------------------------------------------------
+
+
+def _random(own: Pass, func: Any, *args: Any, **kwargs: Any) -> Any:
+    own.drawn.append(func.__name__)
+    return func(*args, **kwargs)
+
+
+def _rrelu(own: Pass, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its fourth argument says whether it draws."""
+    draws = kwargs.get("training", args[3] if len(args) > 3 else False)
+    return _random(own, func, *args, **kwargs) if draws else func(*args, **kwargs)
+
+
+_FACTORIES = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
+              "multinomial", "poisson", "binomial")  # fmt: skip
+_METHODS = ("normal_", "uniform_", "bernoulli", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_",
+            "log_normal_", "multinomial")  # fmt: skip
+
 _OWN: dict[Any, Callable[..., Any]] = {
     functional.dropout: _dropout,
     torch.dropout: _dropout,
@@ -209,21 +229,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     functional.multi_head_attention_forward: _multi_head_attention,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     functional.batch_norm: _batch_norm,
+    **dict.fromkeys((getattr(torch, name) for name in _FACTORIES), _random),
+    **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _random),
+    functional.gumbel_softmax: _random,
+    functional.rrelu: _rrelu,
 }
-
-
-# --- what cannot be repeated --------------------------------------------------------------------------------------
-
-
-class Randomness(TorchDispatchMode):
-    """Notes which operations draw random numbers from a generator while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:  # whose dropout is `Pass`'s
-            self.drawn.append(name)
-        return func(*args, **(kwargs or {}))

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from coterie.core.forward import Pass, Randomness
+from coterie.core.forward import Pass
 from coterie.core.key import Key
 from coterie.core.pytree import Params
 
@@ -148,30 +148,44 @@ class PureModule:
 
     def fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What is wrong with a module that can be called, tried on a row; None if nothing is."""
-        outs: list[Tensor] = []
-        for training in (False, True):
-            trial, rows = copy.deepcopy(self._module).train(training), torch.ones(len(_first(args, kwargs)))
-            with torch.no_grad(), Pass(rows, _PROBE if training else None) as own, Randomness() as random:
-                outs.append(output_of(trial(*args, **kwargs)))
-            if random.drawn:
+        trials = [self._tried(args, kwargs, training) for training in (False, False, True, True)]
+        for trial in trials:
+            if trial.drawn:
                 return (
-                    f"{self.name} draws random numbers by {random.drawn[0]} inside the model, which cannot be "
-                    "repeated; of such layers and functions only dropout is possible"
+                    f"{self.name} draws random numbers by {trial.drawn[0]} inside the model, which cannot be repeated; "
+                    "of such layers and functions only dropout is possible"
                 )
-            moved = self._moved(trial)
-            if training:
-                differs = not torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num())
-                self.moves = differs or bool(own.used or moved or self.kinds.carried or self.kinds.personal)
-            for name in moved:
+            for name in trial.moved:
                 if name not in (*self.kinds.carried, *self.kinds.personal):
                     return f"{self.name} changes its buffer '{name}'; carry=('{name}',) has it sent and averaged"
+        scored, again, trained, once_more = (trial.out for trial in trials)
+        if not (torch.equal(scored, again) and torch.equal(trained, once_more)):  # Python and numpy have them, too
+            return f"{self.name} gives another output for the same row and parameters when it is called again"
+        self.moves = bool(trials[2].special or self.kinds.carried or self.kinds.personal)
+        self.moves = self.moves or not torch.equal(scored, trained)
         return None
+
+    def _tried(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> _Trial:
+        """A pass of a copy of the module."""
+        copied, rows = copy.deepcopy(self._module).train(training), torch.ones(len(_first(args, kwargs)))
+        with torch.no_grad(), Pass(rows, _PROBE if training else None) as own:
+            out = output_of(copied(*args, **kwargs))
+        return _Trial(out.nan_to_num(), own.drawn, bool(own.used), self._moved(copied))
 
     def _moved(self, module: nn.Module) -> list[str]:
         """The floating-point buffers of which a pass has made something else."""
         before = dict(self._module.named_buffers())
         now = {n: x for n, x in module.named_buffers() if x.is_floating_point()}
         return [n for n, x in now.items() if n in before and not torch.equal(x, before[n])]
+
+
+class _Trial(NamedTuple):
+    """What a pass of a module shows."""
+
+    out: Tensor
+    drawn: list[str]  # the functions that drew random numbers
+    special: bool  # whether it had dropout or BatchNorm
+    moved: list[str]  # the buffers that it changed
 
 
 class _OnDevices:
