@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -294,7 +295,7 @@ def test_show_an_unfinished_run(coterie, half, tmp_path):
     code, text, _ = coterie("show", half, "--picture", tmp_path / "half.png")
     assert code == 0 and "running or stopped after round 5 of 8" in text and "accuracy 0." in text
     last = json.loads((half / "events.jsonl").read_text().splitlines()[-1])
-    listed = [line.split() for line in text.splitlines() if line[:1].isdecimal()]
+    listed = re.findall(r"^(\d+) +(\d+) +(0\.\d+) *$", text, re.MULTILINE)
     assert [(int(j), int(n), float(score)) for j, n, score in listed] == [
         (j, n, pytest.approx(score, abs=1e-4))
         for j, (n, score) in enumerate(zip(last["members"], last["per_cluster"], strict=True))

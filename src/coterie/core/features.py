@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from coterie.core.task import Task
 
 
-def features_of(output: Callable[[Params, Tensor], Tensor], like: Callable[[], Params]) -> Callable[[Tensor], Tensor]:
+def features_of(
+    output: Callable[[Params, Tensor], Tensor], shapes: dict[str, torch.Size]
+) -> Callable[[Tensor], Tensor]:
     """φ of a model with one output: rows (n, …) to features (n, d), in the order of its parameters.
 
     Args:
         output: `output(params, x)` of the model.
-        like: Parameters of the right shapes.
+        shapes: Of its parameters.
     """
 
     def phi(x: Tensor) -> Tensor:
-        zero = {name: x.new_zeros(p.shape) for name, p in like().items()}
+        zero = {name: x.new_zeros(shape) for name, shape in shapes.items()}
 
         def of_row(params: Params, row: Tensor) -> Tensor:
             return output(params, row[None]).reshape(())

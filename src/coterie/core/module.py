@@ -53,6 +53,7 @@ class PureModule:
         self.name = name_of(module)
         self.kinds = _kinds(module, batch_norm, carry)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.shapes = {n: own[n].shape for n in (*self.kinds.trained, *self.kinds.carried)}  # of what is sent
         self.aliases = _aliases(module, own)
         self._values = _OnDevices({n: own[n].detach().clone() for n in (*self.kinds.fixed, *self.kinds.personal)})
         self._module = copy.deepcopy(module)

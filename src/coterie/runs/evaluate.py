@@ -239,12 +239,13 @@ class PointScorer:
 def margins(method: Method, state: Any, cohort: Cohort, labels: np.ndarray) -> np.ndarray:
     """How much worse the best other cluster's model would serve each client, by the loss on its training rows (m,).
 
-    NaN where there is no other, every client has its own, or the server may see sums only.
+    NaN where there is no other, every client has its own, or the server may see sums only; and on other machines, for
+    which it is an exchange that the run does not need.
     """
     models = method.models(state)
     k = len(next(iter(models.values())))
-    nowhere = isinstance(method, PointMethod) or cohort.engine.sums_only or not 1 < k < max(3, len(cohort))
-    if nowhere or bool((labels < 0).any()):
+    closed = cohort.engine.sums_only or cohort.engine.remote
+    if closed or isinstance(method, PointMethod) or not 1 < k < max(3, len(cohort)) or bool((labels < 0).any()):
         return np.full(len(cohort), np.nan, dtype=np.float32)
     losses = cohort.uncharged().gather(Scorer().losses, models).note["losses"].cpu()
     own = torch.from_numpy(labels)[:, None]

@@ -158,7 +158,8 @@ class Loop:
             return False
         row, run = self.history[-1], self._result()
         with self.progress.aside():
-            return any([callback(row, run) for callback in self.callbacks])  # each is called
+            answers = [callback(row, run) for callback in self.callbacks]
+        return any(answer is True for answer in answers)  # not the number of letters that one has written
 
     def _meet(self, t: int) -> None:
         """Before a round: reach clients that are back, and let those in that are new."""
