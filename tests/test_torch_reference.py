@@ -232,3 +232,17 @@ def test_epochs_are_passes_over_each_clients_own_rows(clients, executor):
     for name, value in alone.models[0].items():
         assert torch.allclose(run.models[0][name], value, atol=1e-6)
     assert [method.descend().steps(n) for n in (7, 5, 9, 4)] == [4, 4, 6, 2]
+
+
+def test_a_server_forgets_what_it_knew_of_a_cluster_that_is_started_again(clients):
+    begin, far = starts(1)[0], {n: 100 + p for n, p in starts(1)[0].items()}
+    federation = ct.Federation.from_clients(clients)
+    task = ct.Task.classifier(network())
+    for revive, steps in ((None, 0), (2, 0)):
+        method = ct.IFCA(k=2, init=[begin, far], revive=revive, server="adam", server_lr=0.01)
+        run = ct.fit(method, task, federation, rounds=2)
+        assert run.state.moments["steps"].tolist() == [2, steps]
+        moved = not torch.equal(run.models[1]["0.bias"], far["0.bias"])
+        assert moved == (revive is not None)
+    after = ct.fit(method, task, federation, rounds=4)
+    assert int(after.state.moments["steps"][1]) <= 2  # it counts from its second life

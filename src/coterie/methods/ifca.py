@@ -125,8 +125,11 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
             still=0 if bool((labels != state.labels).any()) else state.still + 1,
             round=state.round + 1,
         )
-        loss = sums.note["loss"][:, self.best(after)]
-        return self.revived(after, sums, chosen), Report(chosen.clients, loss)
+        report = Report(chosen.clients, sums.note["loss"][:, self.best(after)])
+        revived = self.revived(after, sums, chosen)
+        new = (revived.empty != after.empty).flatten()
+        moments = self.begun_again(after.moments, _in_line(revived.theta), new, cohort.task)
+        return revived._replace(moments=moments), report
 
     @client_step
     def step(self, task: Task) -> Train:

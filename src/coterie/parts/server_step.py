@@ -7,6 +7,7 @@ Adaptive Federated Optimization
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,16 +59,21 @@ class ServerStep:
         change = {n: old[n] - mean[n] for n in old}  # -Δ
         rate = torch.full_like(weight, self.server_lr)
         new, after = vmap(self._server.step)(old, change, moments, rate)
-        seen = weight > 0
-
-        def where(a: Tensor, b: Tensor) -> Tensor:
-            return torch.where(seen.to(a.device).reshape(-1, *[1] * (a.dim() - 1)), a, b)
-
+        where = _where(weight > 0)
         return {**mean, **tree_map(where, new, old)}, tree_map(where, after, moments)
+
+    def begun_again(self, moments: Any, theta: Params, which: Tensor, task: Task) -> Any:
+        """What the server's optimiser remembers, where some models (k,) have just been started again."""
+        return tree_map(_where(which), self.begin_server(theta, task), moments)
 
     @property
     def _server(self) -> Optimiser:
         return find_optimiser(self.server, f"{type(self).__name__}: server")
+
+
+def _where(which: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Takes rows of the first of two tensors where `which` (k,) says so, else of the second."""
+    return lambda a, b: torch.where(which.to(a.device).reshape(-1, *[1] * (a.dim() - 1)), a, b)
 
 
 def _trained(theta: Params, task: Task) -> Params:
