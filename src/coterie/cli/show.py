@@ -159,13 +159,14 @@ def _clients(result: dict[str, Any]) -> Table:
     """List every cluster with its number of clients, and how many of them belong to each true group."""
     found = sorted(set(result["labels"]))
     more = f" (the first 40 of {len(found)})" if len(found) > 40 else ""
-    table = _table(f"cluster{more}", ">clients", f">{result['metric']}", "true groups")
+    known = ["true groups"] if result["groups"] else []
+    table = _table(f"cluster{more}", ">clients", f">{result['metric']}", *known)
     for j in found[:40]:
         members = [i for i, label in enumerate(result["labels"]) if label == j]
         true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
         score = result["per_cluster"].get(str(j))  # missing if no member has test rows
-        groups = ", ".join(f"{g} ({n})" for g, n in true)
-        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", groups)
+        groups = [", ".join(f"{g} ({n})" for g, n in true)] if known else []
+        table.add_row(str(j), str(len(members)), "" if score is None else f"{score:.4f}", *groups)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def plot(run: Run, ax: Any = None) -> Any:
         ax = pyplot.subplots(figsize=(6.5, 4), layout="constrained")[1]
     metric = run.scores.metric
     plots.score(ax, run.history, metric, sizes(run))
-    ax.set_title(f"{spelled(run.algorithm)}: {metric} {run.score:.3f}", fontsize=11)
+    ax.set_title(textwrap.fill(f"{spelled(run.algorithm)}: {metric} {run.score:.3f}", 64), fontsize=11)
     return ax
 
 
