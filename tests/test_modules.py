@@ -170,6 +170,15 @@ def test_a_module_trains_the_same_on_every_executor_and_twice(name):
     assert moved
 
 
+def test_restarts_of_a_module_that_vmap_refuses_are_done_one_by_one():
+    make, (shape, more) = MODULES["LSTM"]
+    module, federation = make(), clients(*shape, **more)
+    method = ct.IFCA(k=2, restarts=2, tau=2, init="random")
+    runs = [ct.fit(method, ct.Task.classifier(module), federation, rounds=2, executor=e) for e in EXECUTORS]
+    for run in runs[1:]:
+        assert_same_models(runs[0], run, atol=1e-5)
+
+
 def test_the_documentation_lists_the_same_modules():
     page = Path(__file__).parents[1] / "docs" / "how-to" / "training.md"
     text = page.read_text(encoding="utf-8")

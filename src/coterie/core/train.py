@@ -7,6 +7,7 @@ the vectorised engine reads the description itself and computes the same for man
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -27,7 +28,7 @@ from coterie.core.local import (
     training_gradient,
 )
 from coterie.core.optimisers import PLAIN, Moments, Optimiser
-from coterie.core.pytree import Params, beside, leaves, take, tree_map
+from coterie.core.pytree import Params, beside, leaves, stack, take, tree_map
 from coterie.core.step import FIRST, ClientStep, Local, Reply, Secrecy
 from coterie.core.task import Data, Task
 
@@ -373,14 +374,17 @@ def choose_nearest(task: Task) -> ClientStep:
 
 
 def _each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
-    """`vmap` over starts; a single one is done without it, for vmap slows large models down."""
+    """`vmap` over starts. It slows a single large model down, so that is done without it; as are models it refuses."""
 
-    def one(*args: Any) -> Any:
-        own = [a if d is None else tree_map(lambda x: x[0], a) for a, d in zip(args, in_dims, strict=True)]
-        return tree_map(lambda x: x[None], function(*own))
+    def one(args: tuple[Any, ...], r: int) -> Any:
+        return function(*(a if d is None else tree_map(lambda x: x[r], a) for a, d in zip(args, in_dims, strict=True)))
 
     def every(*args: Any) -> Any:
         batched = next(leaves(a)[0] for a, d in zip(args, in_dims, strict=True) if d is not None and leaves(a))
-        return (one if len(batched) == 1 else vmap(function, in_dims=in_dims))(*args)
+        if len(batched) > 1:
+            with suppress(RuntimeError):  # if it is the function's own, it will be raised again
+                return vmap(function, in_dims=in_dims)(*args)
+        found = [one(args, r) for r in range(len(batched))]
+        return stack(found) if len(found) > 1 else tree_map(lambda x: x[None], found[0])  # without a copy
 
     return every
