@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -171,12 +171,26 @@ def gradient_and_more(function: Callable[[Params], tuple[Tensor, Any]], theta: P
     return dict(zip(own, found, strict=True)), value.detach(), tree_map(torch.detach, more)
 
 
+@contextmanager
+def unless_refused() -> Iterator[None]:
+    """An error in here is passed over: vmap's, for all else will be raised again where it is done one by one.
+
+    But not that a matrix has no inverse: models that diverge come to that.
+    """
+    try:
+        yield
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+        raise
+    except RuntimeError:
+        pass
+
+
 def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
     """`vmap` over models. Where vmap cannot batch one, or has to group convolutions, which is slow: one by one."""
 
     def every(*args: Any) -> Any:
         if not any(x.dim() > 4 for x in leaves(args[0])):
-            with suppress(RuntimeError):  # if it is the function's own, it will be raised again
+            with unless_refused():
                 return vmap(function)(*args)
         models = range(len(leaves(args[0])[0]))
         return stack([function(*tree_map(lambda x, i=i: x[i], args)) for i in models])

@@ -7,7 +7,6 @@ the vectorised engine reads the description itself and computes the same for man
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -26,6 +25,7 @@ from coterie.core.local import (
     personal_of,
     pick,
     training_gradient,
+    unless_refused,
 )
 from coterie.core.optimisers import PLAIN, Moments, Optimiser
 from coterie.core.pytree import Params, beside, leaves, stack, take, tree_map
@@ -382,7 +382,7 @@ def _each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) -
     def every(*args: Any) -> Any:
         batched = next(leaves(a)[0] for a, d in zip(args, in_dims, strict=True) if d is not None and leaves(a))
         if len(batched) > 1:
-            with suppress(RuntimeError):  # if it is the function's own, it will be raised again
+            with unless_refused():
                 return vmap(function, in_dims=in_dims)(*args)
         found = [one(args, r) for r in range(len(batched))]
         return stack(found) if len(found) > 1 else tree_map(lambda x: x[None], found[0])  # without a copy
