@@ -166,9 +166,8 @@ class Run:
     @cached_property
     def margins(self) -> np.ndarray:
         """How much worse the best other cluster would serve each client (m,)."""
-        return (
-            margins(self.algorithm, self.state, self._cohort, self.labels) if self._margins is None else self._margins
-        )
+        known = self._margins
+        return margins(self.algorithm, self.state, self._cohort, self.labels) if known is None else known
 
     @property
     def labels(self) -> np.ndarray:
