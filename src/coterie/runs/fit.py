@@ -72,8 +72,8 @@ def fit(
         resume: Go on from the newest checkpoint in `out`.
         overwrite: Replace the run that is in `out`, if there is one.
         callbacks: Functions that are called after every round with its row of the history and the run so far; one that
-            returns True ends the run. See `coterie.callbacks`. Where torchrun started several processes, each calls
-            them.
+            returns True ends the run. See `coterie.callbacks`. A run that is resumed calls them with its last round
+            first. Where torchrun started several processes, each calls them.
 
     Raises:
         ValueError: The input is bad; the message says what was given, what is allowed and where.
@@ -138,8 +138,8 @@ def fit_on(
         resume: Go on from the newest checkpoint in `out`.
         overwrite: Replace the run that is in `out`, if there is one.
         callbacks: Functions that are called after every round with its row of the history and the run so far; one that
-            returns True ends the run. See `coterie.callbacks`. Where torchrun started several processes, each calls
-            them.
+            returns True ends the run. See `coterie.callbacks`. A run that is resumed calls them with its last round
+            first. Where torchrun started several processes, each calls them.
     """
     _check(algorithm, rounds, seed, evaluations, out, resume, overwrite)
     check_callbacks(callbacks)
