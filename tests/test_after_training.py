@@ -253,3 +253,30 @@ def test_the_best_models_are_kept(digits, tmp_path, each):
         assert told[j] == {"round": top + 1, "accuracy": score[top]}
         found = load_file(kept / f"cluster-{j}.safetensors")
         assert all(torch.equal(found[n], rounds[top][1][j][n]) for n in found)
+
+
+@pytest.mark.parametrize("each", ["run", "cluster"])
+def test_the_best_models_are_kept_when_clusters_are_split(tmp_path, each):
+    """By hand: two rounds with one cluster, then two with two, the first of which is the best."""
+    models = [{"w": torch.tensor([float(t)])} for t in range(4)]
+
+    class Run:
+        task = TASK
+
+        def __init__(self, t):
+            self.models, self.history = [models[t]] * (1 if t < 2 else 2), []
+
+    rows = [(0.5, [0.5]), (0.7, [0.7]), (0.8, [0.9, 0.7]), (0.6, [0.4, 0.8])]
+    keep = ct.callbacks.Checkpoint(tmp_path / "best", each=each)
+    for t, (score, per_cluster) in enumerate(rows):
+        keep({"round": t + 1, "accuracy": score, "per_cluster": per_cluster}, Run(t))
+    told = json.loads((tmp_path / "best" / "best.json").read_text())
+    assert [own["round"] for own in told] == ([3, 3] if each == "run" else [3, 4])
+    found = [float(load_file(tmp_path / "best" / f"cluster-{j}.safetensors")["w"]) for j in range(2)]
+    assert found == ([2.0, 2.0] if each == "run" else [2.0, 3.0])
+
+
+def test_a_callback_may_answer_with_numpys_or_torchs_true(digits):
+    for answer in (np.True_, torch.tensor(True)):
+        run = ct.fit(ct.FedAvg(), TASK, digits, rounds=3, callbacks=[lambda row, run, answer=answer: answer])
+        assert len(run.history) == 1

@@ -1,10 +1,12 @@
 """Ordinary modules, one by one, on every executor: the table in docs/how-to/training.md."""
 
 import copy
+import math
 import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -452,3 +454,112 @@ def test_random_draws_of_parametrised_and_attention_layers_differ():
         one, other = task.init(Key.of(0)), task.init(Key.of(1))
         drawn = [n for n in one if not torch.equal(one[n], other[n])]
         assert any("original" in n or "weight" in n for n in drawn), name
+
+
+# --- what only some executors would have noticed --------------------------------------------------------------------
+
+
+class Cut(nn.Module):
+    """Its first layer gets no gradient, or is remembered; or a hook is put on what it gives."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.a, self.b, self.way = nn.Linear(6, 5), nn.Linear(5, 3), way
+
+    def forward(self, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.way != "no_grad"):
+            hidden = self.a(x)
+        if self.way == "hook" and hidden.requires_grad:
+            hidden.register_hook(lambda slope: slope * 0)
+        if self.way == "kept":
+            self.hidden = hidden
+        return self.b(hidden.relu())
+
+
+@pytest.mark.parametrize("way", ["no_grad", "kept"])
+def test_a_first_layer_with_other_gradients_trains_the_same_everywhere(way):
+    federation, module = clients(6), Cut(way)
+    task = ct.Task.classifier(module, init="module")
+    runs = [ct.fit(ct.FedAvg(tau=3, lr=0.5), task, federation, rounds=2, executor=e) for e in EXECUTORS]
+    for run in runs[1:]:
+        assert_same_models(runs[0], run, atol=1e-5)
+    still = torch.allclose(runs[0].models[0]["a.weight"], module.a.weight, atol=1e-6)
+    assert still == (way == "no_grad")
+
+
+def backward_hooked():
+    net = dense()
+    net[0].register_full_backward_hook(lambda layer, given, got: None)
+    return net
+
+
+def hooked():
+    net = dense()
+    net[0].weight.register_hook(lambda slope: slope * 0)
+    return net
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.register_buffer("n", torch.tensor(0))
+
+    def forward(self, x):
+        self.n += 1
+        return self.inner(x) * (1 + self.n)
+
+
+def all_frozen():
+    return dense().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (hooked, "Task: parameter '0.weight' has a backward hook"),
+        (backward_hooked, "Task: layer '0' has a backward hook"),
+        (lambda: Cut("hook"), "Cut puts a hook on a tensor inside the model"),
+        (Counting, "changes its buffer 'n', which is no floating-point number"),
+        (all_frozen, "Task: Sequential has no parameter that could be trained"),
+        (lambda: dense().double(), "Task: layer '0' (Linear) has parameters of float64; give float32"),
+        (lambda: dense().half(), "has parameters of float16; give float32"),
+        (lambda: dense().to("meta"), "no values: its device is meta"),
+        (lambda: torch.jit.trace(dense(), torch.zeros(1, 6)), "was compiled by torch.jit"),
+        (lambda: nn.DataParallel(dense()), "give the module in it, its .module"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_would_not_be_the_same_is_refused_in_one_line(make, message):
+    with pytest.raises(ValueError) as error:
+        ct.fit(ct.FedAvg(), ct.Task.classifier(make(), init="module"), clients(6), rounds=1)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda out, y: functional.cross_entropy(out, y).expand(len(y)),
+            "the loss of a row must not depend on the other",
+        ),
+        (lambda out, y: (out * nn.Parameter(torch.ones(3))).sum(1), "the loss has parameters of its own"),
+    ],
+)
+def test_a_loss_that_looks_beyond_its_row_is_refused(loss, message):
+    with pytest.raises(ValueError, match=message):
+        ct.fit(ct.FedAvg(), ct.Task.from_module(nn.Linear(6, 3), loss), clients(6), rounds=1)
+
+
+@pytest.mark.parametrize("factor", [-1.0, math.nan, None, "half"])
+def test_a_schedule_that_gives_no_factor_is_refused(factor):
+    with pytest.raises(ValueError, match="lr_schedule must give a number of at least 0, got"):
+        ct.fit(ct.FedAvg(lr_schedule=lambda t: factor), ct.Task.classifier(dense()), clients(6), rounds=1)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    method = ct.IFCA(k=np.int64(2), lr=np.float32(0.5), tau=np.int64(3))
+    run = ct.fit(method, ct.Task.classifier(dense()), clients(6), rounds=1, out=tmp_path / "run")
+    assert ct.load(tmp_path / "run", task=run.task).algorithm == ct.IFCA(k=2, lr=0.5, tau=3)
+    with pytest.raises(ValueError, match="tau must be at least 1"):
+        ct.fit(ct.FedAvg(tau=np.int64(0)), ct.Task.classifier(dense()), clients(6), rounds=1)

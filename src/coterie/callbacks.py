@@ -88,13 +88,12 @@ class Checkpoint:
         models, file = run.models, Path(self.folder) / BEST
         found = row["per_cluster"] if self.each == "cluster" else [row[watch]] * len(models)
         new = [{"round": row["round"], watch: value} for value in found or []]
-        old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        if len(old) == len(new) and row["round"] > 1:
-            better = [self._better(a, b, watch) for a, b in zip(new, old, strict=True)]
-        else:
-            better = [True] * len(new)  # of another run, or clusters have been split
+        old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and row["round"] > 1 else []
+        if self.each == "run" and old and not self._better(new[0], old[0], watch):
+            return
+        better = [self.each == "run" or j >= len(old) or self._better(own, old[j], watch) for j, own in enumerate(new)]
         write_models(Path(self.folder), models, [j for j, yes in enumerate(better) if yes])
-        kept = [a if yes else b for a, b, yes in zip(new, old or new, better, strict=False)]
+        kept = [own if yes else old[j] for j, (own, yes) in enumerate(zip(new, better, strict=True))]
         snapshot.write_text(file, json.dumps(kept, indent=1) + "\n")
 
     def _better(self, new: dict[str, Any], old: dict[str, Any], watch: str) -> bool:

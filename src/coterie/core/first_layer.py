@@ -6,7 +6,7 @@ Full-batch training of such a model needs no copy of the first weight matrix per
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class _Given(nn.Module):
         self.z = nn.Parameter(z)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.z
+        return self.z.view_as(self.z)  # a module that keeps it must not take it for a parameter of its own
 
 
 def split_first_linear(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> FirstLinear | None:
@@ -88,7 +88,9 @@ def _split(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tenso
         same = torch.equal(after(x), out) and torch.equal(after(x.flip(0) + 1), out)
     if not same or _tied(module, layer) or not all(p.requires_grad for p in layer.parameters()):
         return None
-    squared = loss is squared_error and _is_nothing(after, x, z.shape)
+    if not _same_gradients(module, layer, after, x):
+        return None
+    squared = loss is squared_error and _is(after, lambda z: z, [], x)
     head = _head(after, x, z.shape) if loss is cross_entropy else None
     pure = PureModule(after)
 
@@ -120,17 +122,33 @@ def _sees(module: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
         return torch.equal(layer(seen[0]), nn.functional.linear(x.flatten(1), layer.weight, layer.bias))
 
 
-def _outputs(after: nn.Module, x: Tensor, shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some values of z, and what comes out for each."""
+def _same_gradients(module: nn.Module, layer: nn.Linear, after: nn.Module, x: Tensor) -> bool:
+    """Whether the layer's gradients follow from that at z: hooks, or what is not differentiated, may change them."""
+    given = next(one for one in after.modules() if isinstance(one, _Given))
+    with torch.enable_grad():
+        wanted = torch.autograd.grad(module(x).square().sum(), list(layer.parameters()), materialize_grads=True)
+        [at_z] = torch.autograd.grad(after(x).square().sum(), [given.z], materialize_grads=True)
+    found = [at_z.T @ x.flatten(1), at_z.sum(0)]
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(wanted, found, strict=False))
+
+
+def _is(after: nn.Module, formula: Callable[[Tensor], Tensor], rest: list[nn.Parameter], x: Tensor) -> bool:
+    """Whether what comes after z is a formula of it, with the same gradients at z and at the other parameters."""
     given = next(layer for layer in after.modules() if isinstance(layer, _Given))
-    for z in _drawn(shape):
+    for z in _drawn(given.z.shape):
         with torch.no_grad():
             given.z.copy_(z)
-            yield z, after(x)
-
-
-def _is_nothing(after: nn.Module, x: Tensor, shape: torch.Size) -> bool:
-    return all(torch.equal(z, out) for z, out in _outputs(after, x, shape))
+        with torch.enable_grad():
+            out, plain = after(x), formula(given.z)
+            if not torch.equal(out, plain) or not out.requires_grad:
+                return False
+            slopes = [
+                torch.autograd.grad(own.square().sum(), [given.z, *rest], materialize_grads=True)
+                for own in (out, plain)
+            ]
+        if not all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(*slopes, strict=True)):
+            return False
+    return True
 
 
 def _head(after: nn.Module, x: Tensor, shape: torch.Size) -> Head | None:
@@ -139,11 +157,9 @@ def _head(after: nn.Module, x: Tensor, shape: torch.Size) -> Head | None:
     bias = next((n for n, p in rest.items() if p.dim() == 1 and weight and len(p) == len(rest[weight])), None)
     if len(rest) != 2 or weight is None or bias is None or not all(p.requires_grad for p in rest.values()):
         return None
-    with torch.no_grad():
-        for z, out in _outputs(after, x, shape):
-            if not torch.equal(nn.functional.linear(z.relu(), rest[weight], rest[bias]), out):
-                return None
-    return Head(weight, bias)
+    own = [rest[weight], rest[bias]]
+    plain = _is(after, lambda z: nn.functional.linear(z.relu(), *own), own, x)
+    return Head(weight, bias) if plain else None
 
 
 def _replaced(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:

@@ -35,6 +35,7 @@ class Pass(TorchFunctionMode):
         moved: What BatchNorm's running statistics have become, by the identity of the tensors that they were.
         used: The names of the functions that were computed in this way.
         drawn: The names of those that drew random numbers from a generator, which cannot be repeated.
+        hooked: Whether a hook was put on a tensor, which not every way of differentiating calls.
     """
 
     def __init__(self, mask: Tensor, seed: Tensor | None, batch_statistics: bool = False) -> None:
@@ -43,6 +44,7 @@ class Pass(TorchFunctionMode):
         self.moved: dict[int, Tensor] = {}
         self.used: list[str] = []
         self.drawn: list[str] = []
+        self.hooked = False
         self._sites = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,6 +214,11 @@ def _rrelu(own: Pass, func: Any, *args: Any, **kwargs: Any) -> Any:
     return _random(own, func, *args, **kwargs) if draws else func(*args, **kwargs)
 
 
+def _hook(own: Pass, func: Any, *args: Any, **kwargs: Any) -> Any:
+    own.hooked = True
+    return func(*args, **kwargs)
+
+
 _FACTORIES = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
               "multinomial", "poisson", "binomial")  # fmt: skip
 _METHODS = ("normal_", "uniform_", "bernoulli", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_",
@@ -233,4 +240,5 @@ _OWN: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _random),
     functional.gumbel_softmax: _random,
     functional.rrelu: _rrelu,
+    Tensor.register_hook: _hook,
 }

@@ -156,9 +156,11 @@ class PureModule:
                     f"{self.name} draws random numbers by {trial.drawn[0]} inside the model, which cannot be repeated; "
                     "of such layers and functions only dropout is possible"
                 )
+            if trial.hooked:
+                return f"{self.name} puts a hook on a tensor inside the model, which is not called in a federation"
             for name in trial.moved:
                 if name not in (*self.kinds.carried, *self.kinds.personal):
-                    return f"{self.name} changes its buffer '{name}'; carry=('{name}',) has it sent and averaged"
+                    return f"{self.name} changes its buffer '{name}'{self._way_out(name)}"
         scored, again, trained, once_more = (trial.out for trial in trials)
         if not (torch.equal(scored, again) and torch.equal(trained, once_more)):  # Python and numpy have them, too
             return f"{self.name} gives another output for the same row and parameters when it is called again"
@@ -169,15 +171,20 @@ class PureModule:
     def _tried(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> _Trial:
         """A pass of a copy of the module."""
         copied, rows = copy.deepcopy(self._module).train(training), torch.ones(len(_first(args, kwargs)))
-        with torch.no_grad(), Pass(rows, _PROBE if training else None) as own:
-            out = output_of(copied(*args, **kwargs))
-        return _Trial(out.nan_to_num(), own.drawn, bool(own.used), self._moved(copied))
+        with torch.set_grad_enabled(training), Pass(rows, _PROBE if training else None) as own:
+            out = output_of(copied(*args, **kwargs)).detach()
+        return _Trial(out.nan_to_num(), own.drawn, own.hooked, bool(own.used), self._moved(copied))
 
     def _moved(self, module: nn.Module) -> list[str]:
-        """The floating-point buffers of which a pass has made something else."""
+        """The buffers of which a pass has made something else."""
         before = dict(self._module.named_buffers())
-        now = {n: x for n, x in module.named_buffers() if x.is_floating_point()}
-        return [n for n, x in now.items() if n in before and not torch.equal(x, before[n])]
+        now = {n: x for n, x in module.named_buffers() if n in before and n not in self._counters}
+        return [n for n, x in now.items() if not torch.equal(x, before[n])]
+
+    def _way_out(self, name: str) -> str:
+        if self._module.get_buffer(name).is_floating_point():
+            return f"; carry=('{name}',) has it sent and averaged"
+        return ", which is no floating-point number and cannot be averaged"
 
 
 class _Trial(NamedTuple):
@@ -185,6 +192,7 @@ class _Trial(NamedTuple):
 
     out: Tensor
     drawn: list[str]  # the functions that drew random numbers
+    hooked: bool  # whether it put a hook on a tensor
     special: bool  # whether it had dropout or BatchNorm
     moved: list[str]  # the buffers that it changed
 
@@ -255,6 +263,10 @@ def _check_layers(module: nn.Module) -> None:
     """Refuse layers that a federation cannot repeat or average."""
     for name, layer in module.named_modules():
         where = f"Task: layer '{name}' ({name_of(layer)})" if name else f"Task: {name_of(layer)}"
+        strange = [p.dtype for p in layer.parameters(recurse=False) if not is_lazy(p) and p.dtype != torch.float32]
+        if strange or any(p.is_meta for p in layer.parameters(recurse=False)):
+            kind = str(strange[0]).removeprefix("torch.") if strange else "no values: its device is meta"
+            raise ValueError(f"{where} has parameters of {kind}; give float32, such as module.float()")
         if any(is_lazy(x) for x in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))):
             raise ValueError(f"{where} does not know its shape yet; call the module on some rows once")
         if isinstance(layer, nn.SyncBatchNorm):
@@ -297,6 +309,8 @@ class Maker:
             raise ValueError(f"Task: module must be a torch.nn.Module or a function that builds one, got {module!r}")
         self.same = init == "module"
         self._module = module if isinstance(module, nn.Module) else None
+        if self._module is not None:
+            _check_whole(self._module)
         self._build = module if self._module is None else self._copied
         if self._module is not None and not self.same:
             _check_resets(self._module)
@@ -325,6 +339,26 @@ class Maker:
                 for name, value in frozen.items():
                     fresh.get_parameter(name).copy_(value)
         return fresh
+
+
+def _check_whole(module: nn.Module) -> None:
+    """Refuse modules that cannot be copied, or would not be the same afterwards."""
+    name = name_of(module)
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(f"Task: {name} divides its work by itself; give the module in it, its .module")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"Task: {name} was compiled by torch.jit; give the module that it was made from")
+    named = (("parameter", module.named_parameters()), ("layer", module.named_modules()))
+    for what, own, x in ((what, own, x) for what, each in named for own, x in each):
+        if x._backward_hooks:
+            raise ValueError(f"Task: {what} '{own}' has a backward hook, which is not called in a federation")
+    try:
+        copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"Task: {name} cannot be copied ({str(error).splitlines()[0]}); pass a function that builds it, and "
+            "torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm"
+        ) from error
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -118,15 +118,20 @@ class ModuleFunctions:
 
     def _wrong_loss(self, out: Tensor, y: Tensor) -> str | None:
         """A loss may be any function: what it returns is looked at."""
-        two, targets = out.expand(2, *out.shape[1:]), y.expand(2, *y.shape[1:])
+        two, targets = torch.cat([out, out / 2 + 1]), y.expand(2, *y.shape[1:])
         for what, function in (("loss", self.loss), ("score", self.score)):
             try:
-                shape = tuple(function(two, targets).shape)
+                both, one = function(two, targets), function(two[:1], targets[:1])
             except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
                 return f"the {what} does not take outputs {_kind(out)} with targets {_kind(y)} ({error})"
+            shape = tuple(getattr(both, "shape", ()))
             if shape != (2,):
                 hint = "; torch's losses do so with reduction='none'" if shape == () else ""
                 return f"the {what} must give one value per row, got shape {shape} for 2 rows{hint}"
+            if both.requires_grad:
+                return f"the {what} has parameters of its own, which would not be trained"
+            if not torch.allclose(both[:1], one, rtol=1e-3, atol=1e-5, equal_nan=True):
+                return f"the {what} of a row must not depend on the other rows, but it does"
         return None
 
     def _mixes(self, model: Params, x: Tensor, out: Tensor) -> str | None:

@@ -7,7 +7,10 @@ import difflib
 import math
 import types
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 
 def setting(default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None) -> Any:
@@ -34,7 +37,7 @@ def validate(config: Any) -> None:
         low, high = f.metadata.get("low"), f.metadata.get("high")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             validate(value)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, Real) or isinstance(value, bool):
             continue
         if not math.isfinite(value):
             raise ValueError(f"{owner}: {f.name} must be finite, got {value}")
@@ -70,7 +73,7 @@ def to_plain(value: Any) -> Any:
         return {n: v for n, v in plain.items() if v is not None}
     if isinstance(value, tuple | list):
         return [to_plain(v) for v in value]
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -82,9 +85,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is None or hint is type(None):
         return value is None
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, Real) and not isinstance(value, bool)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, Integral) and not isinstance(value, bool)
     if origin is tuple:
         return isinstance(value, tuple | list) and all(_fits(v, get_args(hint)[0]) for v in value)
     if isinstance(value, str):

@@ -293,6 +293,8 @@ class Task:
         if batch_norm not in ("average", "local"):
             raise ValueError(f"Task: batch_norm must be 'average' or 'local', got {batch_norm!r}")
         pure = PureModule(make(0), batch_norm, carry)
+        if not pure.kinds.trained:
+            raise ValueError(f"Task: {pure.name} has no parameter that could be trained and sent")
         functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or _mean)
         return cls._of(functions, metric or ("loss" if score is None else "score"), predict, spec or {})
 

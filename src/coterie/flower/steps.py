@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
+
 from coterie.core.registry import named, owners
 from coterie.core.settings import validate
 from coterie.core.step import Step, client_steps
@@ -90,6 +92,7 @@ def _settings(owner: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, owner: str, name: str) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if named(type(value)) is not None:

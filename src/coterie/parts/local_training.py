@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,8 +46,14 @@ class LocalTraining:
 
     def step_size(self, t: int) -> Tensor:
         """The step size of round t, to be sent to clients."""
-        factor = 1.0 if self.lr_schedule is None else float(self.lr_schedule(t))
-        return torch.tensor(self.lr * self.decay**t * factor)
+        return torch.tensor(self.lr * self.decay**t * self._factor(t))
+
+    def _factor(self, t: int) -> float:
+        factor = 1.0 if self.lr_schedule is None else self.lr_schedule(t)
+        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            owner = type(self).__name__
+            raise ValueError(f"{owner}: lr_schedule must give a number of at least 0, got {factor!r} for round {t}")
+        return float(factor)
 
     def descend(self, prox: float = 0.0) -> Descend:
         """The local steps, as a description; `prox` is FedProx's μ."""

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from coterie.core.cohort import Cohort
@@ -159,7 +160,8 @@ class Loop:
         row, run = self.history[-1], self._result()
         with self.progress.aside():
             answers = [callback(row, run) for callback in self.callbacks]
-        return any(answer is True for answer in answers)  # not the number of letters that one has written
+        # Not the number of letters that one has written.
+        return any(isinstance(answer, bool | np.bool_ | torch.Tensor) and bool(answer) for answer in answers)
 
     def _meet(self, t: int) -> None:
         """Before a round: reach clients that are back, and let those in that are new."""

@@ -283,6 +283,8 @@ class Run:
     def _outputs(self, theta: Params, shares: Tensor, x: Any) -> Tensor:
         """The mixed output of models (j, …) on rows."""
         functions, device = self._functions(), next(iter(theta.values())).device
+        if not len(x):
+            raise ValueError("predict: x has no rows")
         rows = Federation.from_clients([(x, None)]).train.x
         if wrong := functions.takes(rows):
             raise ValueError(f"predict: {wrong}")

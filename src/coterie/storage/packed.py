@@ -202,7 +202,7 @@ def _distinct(values: Tensor) -> Tensor:
 
 def _tensor(values: Array, name: str, what: str) -> Tensor:
     try:
-        t = torch.as_tensor(values)
+        t = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: its {what} cannot be read as an array of numbers ({error})") from None
     if t.dim() == 0:
