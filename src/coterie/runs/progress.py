@@ -74,7 +74,8 @@ class Progress:
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    return "ipykernel" in sys.modules
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")  # a terminal's shell has none, and a library that loads IPython has no shell
 
 
 def _bar_class() -> Any:
