@@ -11,7 +11,8 @@ from torch import Tensor
 
 from coterie.core.first_layer import FirstLinear, split_first_linear
 from coterie.core.key import Key
-from coterie.core.module import Maker, PureModule, outside
+from coterie.core.making import Maker
+from coterie.core.module import PureModule, outside
 from coterie.core.pytree import Params, leaves, take
 
 if TYPE_CHECKING:

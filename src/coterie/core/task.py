@@ -14,7 +14,8 @@ from coterie.core.features import features_of
 from coterie.core.first_layer import FirstLinear
 from coterie.core.key import Key
 from coterie.core.losses import cross_entropy, squared_error, word_cross_entropy
-from coterie.core.module import BatchNorm, Init, Maker, PureModule, name_of
+from coterie.core.making import Init, Maker
+from coterie.core.module import BatchNorm, PureModule, name_of
 from coterie.core.module_task import ModuleFunctions, PerRow
 from coterie.core.pytree import Params, leaves
 

@@ -18,7 +18,7 @@ LR, MOMENTUM, DECAY = 0.05, 0.9, 5e-4
 class AlexNet(nn.Module):
     """Five convolutions for small images, with batch normalisation, and a linear layer on the mean of the last one.
 
-    It is trained centrally by `rotnet`, not by a federation, which could not average the batch normalisation.
+    It is trained centrally by `rotnet`, before there is a federation.
 
     Args:
         depth: Number of channels of an image.

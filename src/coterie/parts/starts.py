@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Random(Start):
         """Draw k models."""
         drawn = [task.init(key.fold(j)) for j in range(k)]
         if task.same_start:  # else all clients would find all models equally good, and choose the first
-            drawn[1:] = [_near(theta, key.fold(j)) for j, theta in enumerate(drawn[1:], 1)]
+            drawn[1:] = [_near(x, key.fold(j), lambda p: NOISE * p.abs().mean()) for j, x in enumerate(drawn[1:], 1)]
         return stack(drawn)
 
 
@@ -177,18 +177,13 @@ class Given(Start):
 def noisy_copies(task: Task, k: int, key: Key) -> Params:
     """K models (k, …) that differ from one random model by a little noise, so that none is better than the others."""
     first = task.init(key)
-
-    def near(key: Key) -> Params:
-        g = key.generator()
-        return {n: x + NOISE * torch.randn(x.shape, generator=g) for n, x in first.items()}
-
-    return stack([near(key.fold(j)) for j in range(k)])
+    return stack([_near(first, key.fold(j), lambda x: NOISE) for j in range(k)])
 
 
-def _near(theta: Params, key: Key) -> Params:
-    """A model that differs from another by noise in proportion to each tensor's size."""
+def _near(theta: Params, key: Key, noise: Callable[[Tensor], float | Tensor]) -> Params:
+    """A model that differs from another by noise, of a deviation that is given for each tensor."""
     g = key.generator()
-    return {n: x + NOISE * x.abs().mean() * torch.randn(x.shape, generator=g) for n, x in theta.items()}
+    return {n: x + noise(x) * torch.randn(x.shape, generator=g) for n, x in theta.items()}
 
 
 def find_start(init: Any, k: int) -> Start:
