@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.core.adam import Moving
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.engines import simulated
@@ -55,18 +54,6 @@ def test_the_penalty_is_that_of_plain_autograd():
         return steepness(task.networks, {**theta, "critic.0.weight": weight}, x.detach())
 
     assert torch.allclose(torch.func.grad(penalty)(theta["critic.0.weight"]), by_hand, atol=1e-7)
-
-
-def test_adam_is_that_of_torch():
-    g = torch.Generator().manual_seed(0)
-    at = torch.randn(7, generator=g)
-    own, other = Moving.begin(at), at.clone().requires_grad_()
-    adam = torch.optim.Adam([other], lr=0.1, betas=(0.5, 0.9))
-    for _ in range(5):
-        other.grad = torch.randn(7, generator=g)
-        own = own.step(other.grad, 0.1, (0.5, 0.9))
-        adam.step()
-    assert torch.allclose(own.at, other.detach(), atol=1e-5)
 
 
 @pytest.mark.parametrize("channels", [(2, 4), ()])

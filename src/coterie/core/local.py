@@ -11,10 +11,9 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.func import grad_and_value, vmap
 
-from coterie.core.adam import Moving
 from coterie.core.key import Key
 from coterie.core.optimisers import PLAIN, Moments, Optimiser
-from coterie.core.pytree import Params, flat, leaves, stack, tree_map, unflat
+from coterie.core.pytree import Params, leaves, stack, tree_map
 from coterie.core.task import Data, Task
 
 NONE: Params = {}
@@ -141,16 +140,6 @@ def _apart(task: Task, theta: Params) -> tuple[Params, Params]:
     """The parameters that are trained, and the buffers that move with them."""
     moving = task.moving
     return {n: p for n, p in theta.items() if n not in moving}, {n: theta[n] for n in moving if n in theta}
-
-
-def adam_update(task: Task, theta: Params, data: Data, *, lr: Tensor, tau: int, batches: Tensor | None) -> Params:
-    """The model after τ of Adam's steps; the arguments are those of `local_update`."""
-    now = Moving.begin(flat(theta, 0))
-    for q in range(tau):
-        batch = data if batches is None else pick(data, batches[q])
-        slope, _ = gradient_of(lambda p, batch=batch: mean_loss(task, unflat(p["at"], theta), batch), {"at": now.at})
-        now = now.step(slope["at"], lr)
-    return unflat(now.at, theta)
 
 
 def gradient_of(function: Callable[[Params], Tensor], theta: Params) -> tuple[Params, Tensor]:

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
-    "adam": "core.adam",
     "algorithms": "methods",
     "algorithms.base": "core.method",
     "client": "core.step",

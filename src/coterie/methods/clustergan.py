@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from coterie.core.adam import Moving
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import gradient_of, membership, remembered
 from coterie.core.method import Needs, PointMethod, Report
+from coterie.core.optimisers import SGD, Adam, Moments, Optimiser
 from coterie.core.pytree import Params, flat, stack, take, to_server, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -46,6 +46,13 @@ class State(NamedTuple):
     moved: Tensor  # points that have another cluster under it than under the one before
     clients: int
     round: int
+
+
+class _Player(NamedTuple):
+    """A network on its way: its parameters side by side, and what the optimiser remembers."""
+
+    at: Tensor
+    moments: Moments
 
 
 @register("clustergan")
@@ -164,7 +171,7 @@ class ClusterGAN(PointMethod):
         judge = {n: p for n, p in theta.items() if n.startswith("critic.")}
         maker = {n: p for n, p in theta.items() if n not in judge}
         # Parameters lie side by side: a step is then a few operations, however many layers there are.
-        critic, player = Moving.begin(flat(judge, 0)), Moving.begin(flat(maker, 0))
+        critic, player = self._begin(judge), self._begin(maker)
         for rows, part, z in zip(draws["rows"], draws["between"], codes, strict=True):
             real = x[rows.flatten()]
             made = networks.generate(unflat(player.at, maker), z[:-1].flatten(0, 1))
@@ -200,11 +207,18 @@ class ClusterGAN(PointMethod):
         by_cluster = -(found[:, networks.dz :].log_softmax(-1) * z[:, networks.dz :]).sum(-1).mean()
         return self.beta_n * by_number + self.beta_c * by_cluster
 
-    def _step(self, now: Moving, loss: Callable[[Tensor], Tensor]) -> Moving:
-        slope = gradient_of(lambda p: loss(p["at"]), {"at": now.at})[0]["at"]
-        if self.optimiser == "adam":
-            return now.step(slope, self.lr, BETAS)
-        return now._replace(at=now.at - self.lr * slope)
+    def _begin(self, theta: Params) -> _Player:
+        at = flat(theta, 0)
+        return _Player(at, self._optimiser.begin({"at": at}))
+
+    def _step(self, now: _Player, loss: Callable[[Tensor], Tensor]) -> _Player:
+        slope, _ = gradient_of(lambda p: loss(p["at"]), {"at": now.at})
+        after, moments = self._optimiser.step({"at": now.at}, slope, now.moments, now.at.new_full((), self.lr))
+        return _Player(after["at"], moments)
+
+    @property
+    def _optimiser(self) -> Optimiser:
+        return Adam(beta1=BETAS[0], beta2=BETAS[1]) if self.optimiser == "adam" else SGD()
 
     def _networks(self, task: Task) -> Networks:
         if task.networks is None:

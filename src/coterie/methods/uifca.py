@@ -21,8 +21,9 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
-from coterie.core.local import adam_update, each_model, each_nearest, local_update, remembered
+from coterie.core.local import each_model, each_nearest, local_update, remembered
 from coterie.core.method import Needs, PointMethod, Report
+from coterie.core.optimisers import find_optimiser
 from coterie.core.pytree import Params, stack, to_server, tree_map
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -169,7 +170,7 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
 
         For every restart there may be several candidates, c, for its k models.
         """
-        holds = self.weighs(task) or self.compares
+        holds, optimiser = self.weighs(task) or self.compares, find_optimiser(self.optimiser, "UIFCA: optimiser")
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             own = self._members(remembered(local.memory, len(local.data.mask)), local.data)
@@ -180,9 +181,8 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
             def train(theta: Params, mask: Tensor) -> Params:
                 data = local.data._replace(mask=mask)
                 batches = self._subsets(mask, local.draws["rank"]) if self.batch else None  # Algorithm 5, line 4
-                if self.optimiser == "adam":
-                    return adam_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches)
-                return local_update(task, theta, data, lr=sent["lr"], tau=self.steps, batches=batches).theta
+                given = {"lr": sent["lr"], "tau": self.steps, "batches": batches, "optimiser": optimiser}
+                return local_update(task, theta, data, **given).theta
 
             end = each_model(train)(sent["theta"], own)
             slot = torch.arange(len(own), device=own.device)
