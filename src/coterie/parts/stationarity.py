@@ -51,7 +51,7 @@ class Stationarity(SplitTrials, Privacy):
 
     linkage: Linkage = "single"
     thresholds: Literal["tested", "absolute"] = "tested"
-    eps1: float = setting(0.3, low=0)
+    eps1: float = setting(1.0, low=0)
     eps2: float = setting(0.5, low=0)
     contrast: float = setting(2.0, low=0)
     compare: Literal["update", "gradient"] = "update"
