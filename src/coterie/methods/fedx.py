@@ -1,10 +1,14 @@
-"""FedX with clustering: each client estimates its cluster, then refines that cluster's model by FedAvg or FedProx.
+"""FedX with clustering: each client estimates its cluster, then refines that cluster's model.
 
 Global Convergence of Federated Learning for Mixed Regression
     Lili Su, Jiaming Xu, Pengkun Yang. NeurIPS 2022, Phase 2.
 
 Line numbers in the comments are those of Phase 2. The paper's loss of a client is half of the mean squared error, ours
 is the task's own mean loss: so its η is twice our `lr` where that is the mean squared error.
+
+Line 7 is FedAvg or FedProx in the paper, whose steps are as long as the most curved client allows and as many as the
+features' condition number asks for. Where a model is linear in its parameters, line 7 is by default what these steps
+converge to: least squares in every cluster, from sums over its clients' rows.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from coterie.core.features import is_linear, require_linear
 from coterie.core.key import Key
 from coterie.core.local import mean_loss, nearest
 from coterie.core.method import Report
-from coterie.core.pytree import Params, flat, take, tree_map, unflat
+from coterie.core.pytree import Outer, Params, exact, flat, is_outer, take, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Secrecy, Step, client_step
@@ -30,10 +34,13 @@ from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.core.train import Descend, Given, Models, Train
 from coterie.parts.choosing import Choosing
+from coterie.parts.least_squares import conjugate, least_squares
+from coterie.parts.residuals import features, residuals
 from coterie.parts.starts import FarthestFirst, Start, find_start
 
 GAMMA = 0.9  # γ of Section 4.2 for the step size that is found: it must stay below 1
-
+LARGEST = 512  # parameters up to which clients send φᵀφ, of d² numbers
+STILL = 1e-6  # of the nearest models' distance, below which models do not move
 
 SECRECY: dict[str, Secrecy] = {"label": "hidden", "loss": "mean"}
 
@@ -46,6 +53,13 @@ class Soft(NamedTuple):
     temperature: Tensor
 
 
+class Towards(NamedTuple):
+    """The message of a step of conjugate gradients."""
+
+    theta: Params  # (k, …)
+    direction: Tensor  # (k, d)
+
+
 class State(NamedTuple):
     """What FedX knows after a round."""
 
@@ -53,31 +67,36 @@ class State(NamedTuple):
     labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part or it is hidden
     members: Tensor  # clients of each cluster (k,): by the labels or, where these are hidden, of the last round
     lr: float  # the step size, in terms of the task's own loss
-    exact: bool  # whether FedProx has a closed form
+    exact: bool  # whether line 7 has a closed form, that of least squares or of FedProx
     temperature: float  # that of soft labels, 0 for hard ones
     round: int
+    moved: float  # how far the last round moved a model, as a part of how far models are apart; infinite at first
 
 
 @register("fedx")
 @dataclass(frozen=True)
 class FedX(Choosing):
-    """Alternate between estimating each client's cluster and refining the cluster models by FedAvg or FedProx.
+    """Alternate between estimating each client's cluster and refining the cluster models.
 
     Args:
         k: Number of clusters.
         lr: Step size η/2 (η/2 of FedProx's proximal term too); None takes γ = 0.9, that is 0.45 over the largest
             ‖φ(x_i)‖²/n_i of all clients, for which each sends one number. Only for models that are linear in their
             parameters.
-        refine: "fedavg" (s local gradient steps) or "fedprox" (the local proximal problem, solved exactly for squared
-            loss and a model that is linear in its parameters, else by s gradient steps).
-        tau: s, the local steps.
+        refine: "least_squares" (each cluster's model becomes the one that fits its clients' rows best, for squared loss
+            and a model that is linear in its parameters; clients send φᵀφ and φᵀ(y - φθ), and a run ends when models no
+            longer move), "fedavg" (s local gradient steps) or "fedprox" (the local proximal problem, solved exactly for
+            squared loss and such a model, else by s gradient steps). "auto": least squares where it is possible, else
+            "fedavg".
+        tau: s, the local steps. Of least squares with over 512 parameters, where d² numbers are too many to send: the
+            steps of conjugate gradients in a round, each an exchange of d numbers.
         soft: λ by likelihood, and a client's update of a model counts λ times (Lemma 1). Otherwise λ is a vertex of the
             simplex, the minimiser of (7).
         temperature: Of soft labels: λ_j ∝ exp(-Σ loss / temperature) over the client's rows: 2σ² for squared loss, 1
             for cross-entropy. None takes twice the mean loss of the round before, which estimates 2σ²; the first round
             is then a hard one.
         normalise: "cluster": the sum of clients' updates is divided by the rows of the cluster; "all": by those of all
-            clients, as printed, which slows a cluster down by its share of the rows.
+            clients, as printed, which slows a cluster down by its share of the rows. Not for least squares.
         fraction: Share of the clients that take part in a round.
         init: The start, as for `IFCA`.
 
@@ -94,7 +113,7 @@ class FedX(Choosing):
 
     k: int = setting(low=1)
     lr: float | None = setting(None, low=1e-12)
-    refine: Literal["fedavg", "fedprox"] = "fedavg"
+    refine: Literal["auto", "least_squares", "fedavg", "fedprox"] = "auto"
     tau: int = setting(10, low=1)
     soft: bool = False
     temperature: float | None = setting(None, low=0)
@@ -110,28 +129,71 @@ class FedX(Choosing):
         lr = self._step_size(task, cohort)
         theta = find_start(self.init, self.k)(self.k, lr, task, cohort, key)
         never = torch.full((cohort.population,), -1)
-        exact = self.refine == "fedprox" and is_linear(task, cohort.federation.train.x[:2])
         none = torch.zeros(self.k, dtype=torch.long)
-        return State(theta, never, none, lr, exact, self.temperature or 0.0, 0)
+        closed = self._closed(task, theta, cohort)
+        return State(theta, never, none, lr, closed, self.temperature or 0.0, 0, torch.inf)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 5 to 7."""
         chosen = cohort.sample(self.fraction)
-        step, sent = self._exchange(state)
-        sums = chosen.combine(step, sent, slots=self.k)
+        theta, sums = (self._fit if self._fits(state) else self._descend)(state, chosen)
         labels = state.labels.clone()
         labels[chosen.clients] = sums.note["label"]
         known = torch.bincount(labels[labels >= 0], minlength=self.k)
         after = State(
-            theta=self._improve(state.theta, sums, float(chosen.sizes.sum())),
+            theta=theta,
             labels=labels,
             members=known if sums.members is None else sums.members,
             lr=state.lr,
             exact=state.exact,
             temperature=self._next_temperature(sums),
             round=state.round + 1,
+            moved=_moved(state.theta, theta),
         )
         return after, Report(chosen.clients, sums.note["loss"])
+
+    def done(self, state: State) -> bool:
+        """Whether least squares are at their fixed point: all further rounds would be the same."""
+        return self._fits(state) and self.fraction == 1 and state.moved < STILL
+
+    @client_step
+    def normal_step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with a hard label: its part of its cluster's normal equations."""
+
+        def run(sent: Params, local: Local) -> Reply:
+            j, loss = nearest(task, sent, local.data)  # eq. (8)
+            part = _normal(task, take(sent, j), local.data)
+            return Reply(part, local.data.mask.sum(), j, {"label": j, "loss": loss})
+
+        return ClientStep(run, secrecy=SECRECY)
+
+    @client_step
+    def soft_normal_step(self, task: Task) -> ClientStep:
+        """Lines 6 and 7 at one client, with λ by likelihood: its part of all clusters' normal equations."""
+        return self._soft(task, lambda theta, data, lr: _normal(task, theta, data))
+
+    @client_step
+    def residual_step(self, task: Task) -> ClientStep:
+        """Line 6 at one client, and with what conjugate gradients begin: φᵀ(y - φθ), and the diagonal of φᵀφ."""
+
+        def run(sent: Params, local: Local) -> Reply:
+            j, loss = nearest(task, sent, local.data)
+            phi, off = _rows(task, take(sent, j), local.data)
+            part = {"pull": phi.T @ off, "scale": phi.square().sum(0)}
+            return Reply(part, slot=j, note={"label": j, "loss": loss})
+
+        return ClientStep(run, secrecy=SECRECY)
+
+    @client_step
+    def product_step(self, task: Task) -> ClientStep:
+        """A step of conjugate gradients at one client: φᵀφ times its cluster's direction."""
+
+        def run(sent: Towards, local: Local) -> Reply:
+            j, _ = nearest(task, sent.theta, local.data)
+            phi, _ = _rows(task, take(sent.theta, j), local.data)
+            return Reply(phi.T @ (phi @ take(sent.direction, j)), slot=j)
+
+        return ClientStep(run)
 
     @client_step
     def step(self, task: Task) -> Train:
@@ -153,12 +215,12 @@ class FedX(Choosing):
     def soft_step(self, task: Task) -> ClientStep:
         """Lines 6 and 7 at one client, with λ by likelihood and s gradient steps."""
         steps = self._steps()
-        return self._soft(task, lambda theta, data, lr: steps(task, theta, Given(data, lr)).theta)
+        return self._soft(task, lambda theta, data, lr: _less(steps(task, theta, Given(data, lr)).theta, theta))
 
     @client_step
     def soft_proximal_step(self, task: Task) -> ClientStep:
         """Lines 6 and 7 at one client, with λ by likelihood and the proximal problem solved exactly."""
-        return self._soft(task, lambda theta, data, lr: _solved(task, theta, data, lr))
+        return self._soft(task, lambda theta, data, lr: _less(_solved(task, theta, data, lr), theta))
 
     @client_step
     def curvature(self, task: Task) -> ClientStep:
@@ -200,14 +262,14 @@ class FedX(Choosing):
         prox = 1 / self.lr if self.refine == "fedprox" and self.lr else 0.0
         return Descend(self.tau, prox=prox, steady=True)
 
-    def _soft(self, task: Task, refine: Callable[[Params, Data, Tensor], Params]) -> ClientStep:
+    def _soft(self, task: Task, part: Callable[[Params, Data, Tensor], Any]) -> ClientStep:
         def run(sent: Soft, local: Local) -> Reply:
             rows = local.data.mask.sum()
             losses = vmap(lambda t: mean_loss(task, t, local.data))(sent.theta).nan_to_num(nan=torch.inf)
             above = (losses - losses.amin()) * rows
             share = (-above / sent.temperature.clamp(min=torch.finfo(above.dtype).tiny)).softmax(0)  # λ_i
-            end = vmap(lambda t: refine(t, local.data, sent.lr))(sent.theta)
-            moved = tree_map(lambda e, t: _times(share, e - t), end, sent.theta)  # Lemma 1: λ weighs all of it
+            each = vmap(lambda t: part(t, local.data, sent.lr))(sent.theta)
+            moved = tree_map(lambda x: _times(share, x), each, is_leaf=is_outer)  # Lemma 1: λ weighs all of it
             update = {"moved": moved, "share": share, "loss": _times(share, losses)}
             note = {"label": losses.argmin(), "loss": losses.amin()}
             return Reply(update, rows.expand(self.k), torch.arange(self.k, device=share.device), note)
@@ -216,14 +278,69 @@ class FedX(Choosing):
 
     # --- what the server does ------------------------------------------------------------------------------------
 
-    def _exchange(self, state: State) -> tuple[Step, Models | Soft]:
+    def _closed(self, task: Task, theta: Params, cohort: Cohort) -> bool:
+        """Whether line 7 is done in closed form; the log says how it is done by default."""
+        if self.refine == "fedavg":
+            return False
+        linear = is_linear(task, cohort.federation.train.x[:2])
+        if self.refine == "fedprox":
+            return linear
+        d = flat(theta).shape[1]
+        fits = linear and not (self.soft and d > LARGEST)
+        if self.refine == "least_squares" and not fits:
+            require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: refine='least_squares'")
+            raise ValueError(f"FedX: least squares with soft labels need at most {LARGEST} parameters, got {d}")
+        cohort.log(f"refining by {self._way(d) if fits else 'FedAvg: least squares are for linear regressions'}")
+        return fits
+
+    def _way(self, d: int) -> str:
+        if d > LARGEST:
+            return f"least squares: {self.tau} conjugate steps in a round, {d} numbers up per client for each"
+        return f"least squares: {d * (d + 1)} numbers up per client and round, until models no longer move"
+
+    def _fits(self, state: State) -> bool:
+        """Whether line 7 is least squares."""
+        return state.exact and self.refine != "fedprox"
+
+    def _fit(self, state: State, chosen: Cohort) -> tuple[Params, Sums]:
+        """Lines 5 to 7 by least squares. A sample of the clients moves models by its share only, so rounds average."""
+        old = exact(flat(state.theta))
+        if old.shape[1] > LARGEST:
+            sums, change = self._conjugate(state, chosen)
+        else:
+            step, sent = self._exchange(state)
+            sums = chosen.combine(step, sent, slots=self.k)
+            total = exact(sums.update["moved"] if self.soft else sums.update)
+            change = least_squares(total[:, :, :-1], total[:, :, -1])
+        part = max(self.fraction, 1 / (state.round + 1))
+        return unflat((old + part * change).to(flat(state.theta)), take(state.theta, 0)), sums
+
+    def _conjugate(self, state: State, chosen: Cohort) -> tuple[Sums, Tensor]:
+        """The same where d² numbers are too many."""
+        sums = chosen.combine(self.residual_step, state.theta, slots=self.k)
+        pull, scale = exact(sums.update["pull"]), exact(sums.update["scale"])
+
+        def times(direction: Tensor) -> Tensor:
+            return exact(chosen.combine(self.product_step, Towards(state.theta, direction), slots=self.k).update)
+
+        return sums, conjugate(times, pull, scale, self.tau)
+
+    def _descend(self, state: State, chosen: Cohort) -> tuple[Params, Sums]:
+        """Lines 5 to 7 by gradient steps, or by FedProx."""
+        step, sent = self._exchange(state)
+        sums = chosen.combine(step, sent, slots=self.k)
+        return self._improve(state.theta, sums, float(chosen.sizes.sum())), sums
+
+    def _exchange(self, state: State) -> tuple[Step, Params | Models | Soft]:
         """The step of this round, and what clients are sent for it."""
         # The prox term has curvature 1/η: half steps of it converge for any loss that is less curved.
         by_steps = self.refine == "fedprox" and not state.exact
         lr = torch.tensor(state.lr / 2 if by_steps else state.lr)
+        soft = Soft(state.theta, lr, torch.tensor(state.temperature))
+        if self._fits(state):
+            return (self.soft_normal_step, soft) if self.soft else (self.normal_step, state.theta)
         if self.soft:
-            sent = Soft(state.theta, lr, torch.tensor(state.temperature))
-            return self.soft_proximal_step if state.exact else self.soft_step, sent
+            return self.soft_proximal_step if state.exact else self.soft_step, soft
         return self.proximal_step if state.exact else self.step, Models(state.theta, lr)
 
     def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
@@ -254,8 +371,33 @@ class FedX(Choosing):
         return GAMMA / 2 / float(cohort.gather(self.curvature, ()).note["curvature"].max())
 
 
-def _times(share: Tensor, x: Tensor) -> Tensor:
+def _moved(old: Params, new: Params) -> float:
+    """The longest way that a model went, over the distance of models from their mean; of one model, its length."""
+    before, after = exact(flat(old)), exact(flat(new))
+    apart = after - after.mean(0) if len(after) > 1 else after
+    return float((after - before).norm(dim=1).max() / apart.norm(dim=1).max().clamp(min=1e-300))
+
+
+def _rows(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
+    """φ (n, d) and y - ⟨φ, θ⟩ (n,) of a client's rows, as float64: what is solved for are differences of their sums."""
+    phi = features(task, data) * data.mask[:, None]
+    return phi.double(), residuals(phi, data, flat(theta, 0)[None])[:, 0].double()
+
+
+def _normal(task: Task, theta: Params, data: Data) -> Outer:
+    """φᵀφ and φᵀ(y - φθ) side by side (d, d + 1), over a client's number of rows, by which it counts."""
+    phi, off = _rows(task, theta, data)
+    return Outer(phi / data.mask.sum(), torch.cat([phi, off[:, None]], 1))
+
+
+def _less(end: Params, begin: Params) -> Params:
+    return tree_map(torch.sub, end, begin)
+
+
+def _times(share: Tensor, x: Tensor | Outer) -> Any:
     """Each model's part (k, …) times its λ; nothing of a model that has none, not even if it has diverged."""
+    if isinstance(x, Outer):
+        return Outer(_times(share, x.left), x.right)
     share = share.reshape(-1, *[1] * (x.dim() - 1))
     return torch.where(share > 0, share * x, 0.0)
 
