@@ -13,7 +13,7 @@ converge to: least squares in every cluster, from sums over its clients' rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,10 @@ from coterie.parts.starts import FarthestFirst, Start, find_start
 
 GAMMA = 0.9  # γ of Section 4.2 for the step size that is found: it must stay below 1
 LARGEST = 512  # parameters up to which clients send φᵀφ, of d² numbers
-STILL = 1e-6  # of the nearest models' distance, below which models do not move
+STILL = 1e-6  # of the models' distance: with less a round moves none
+MOVING = 0.05  # of the models' distance, that as many rounds again would move one
+
+Refine = Literal["auto", "least_squares", "conjugate", "fedavg", "fedprox"]
 
 SECRECY: dict[str, Secrecy] = {"label": "hidden", "loss": "mean"}
 
@@ -67,7 +70,8 @@ class State(NamedTuple):
     labels: Tensor  # each client's last cluster (m,), -1 where it has never taken part or it is hidden
     members: Tensor  # clients of each cluster (k,): by the labels or, where these are hidden, of the last round
     lr: float  # the step size, in terms of the task's own loss
-    exact: bool  # whether line 7 has a closed form, that of least squares or of FedProx
+    refine: Refine  # how line 7 is done
+    linear: bool  # whether FedProx has a closed form
     temperature: float  # that of soft labels, 0 for hard ones
     round: int
     moved: float  # how far the last round moved a model, as a part of how far models are apart; infinite at first
@@ -83,13 +87,13 @@ class FedX(Choosing):
         lr: Step size η/2 (η/2 of FedProx's proximal term too); None takes γ = 0.9, that is 0.45 over the largest
             ‖φ(x_i)‖²/n_i of all clients, for which each sends one number. Only for models that are linear in their
             parameters.
-        refine: "least_squares" (each cluster's model becomes the one that fits its clients' rows best, for squared loss
-            and a model that is linear in its parameters; clients send φᵀφ and φᵀ(y - φθ), and a run ends when models no
-            longer move), "fedavg" (s local gradient steps) or "fedprox" (the local proximal problem, solved exactly for
-            squared loss and such a model, else by s gradient steps). "auto": least squares where it is possible, else
-            "fedavg".
-        tau: s, the local steps. Of least squares with over 512 parameters, where d² numbers are too many to send: the
-            steps of conjugate gradients in a round, each an exchange of d numbers.
+        refine: How line 7 is done. For squared loss and a model that is linear in its parameters: "least_squares" (each
+            model becomes the one that fits its clients' rows best; they send φᵀφ and φᵀ(y - φθ)) or "conjugate"
+            (towards the same by s steps of conjugate gradients, each an exchange of d numbers). The run ends when these
+            no longer move a model. For any task: "fedavg" (s local gradient steps) or "fedprox" (the local proximal
+            problem, solved exactly for squared loss and such a model, else by s gradient steps). "auto":
+            "least_squares" up to 512 parameters, "conjugate" above, and "fedavg" for other tasks.
+        tau: s, the local steps, or those of conjugate gradients in a round.
         soft: λ by likelihood, and a client's update of a model counts λ times (Lemma 1). Otherwise λ is a vertex of the
             simplex, the minimiser of (7).
         temperature: Of soft labels: λ_j ∝ exp(-Σ loss / temperature) over the client's rows: 2σ² for squared loss, 1
@@ -113,7 +117,7 @@ class FedX(Choosing):
 
     k: int = setting(low=1)
     lr: float | None = setting(None, low=1e-12)
-    refine: Literal["auto", "least_squares", "fedavg", "fedprox"] = "auto"
+    refine: Refine = "auto"
     tau: int = setting(10, low=1)
     soft: bool = False
     temperature: float | None = setting(None, low=0)
@@ -130,13 +134,14 @@ class FedX(Choosing):
         theta = find_start(self.init, self.k)(self.k, lr, task, cohort, key)
         never = torch.full((cohort.population,), -1)
         none = torch.zeros(self.k, dtype=torch.long)
-        closed = self._closed(task, theta, cohort)
-        return State(theta, never, none, lr, closed, self.temperature or 0.0, 0, torch.inf)
+        refine = self._settled(task, flat(theta).shape[1], cohort)
+        linear = refine == "fedprox" and is_linear(task, cohort.federation.train.x[:2])
+        return State(theta, never, none, lr, refine, linear, self.temperature or 0.0, 0, torch.inf)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 5 to 7."""
         chosen = cohort.sample(self.fraction)
-        theta, sums = (self._fit if self._fits(state) else self._descend)(state, chosen)
+        theta, sums = (self._fit if self.solves(state) else self._descend)(state, chosen)
         labels = state.labels.clone()
         labels[chosen.clients] = sums.note["label"]
         known = torch.bincount(labels[labels >= 0], minlength=self.k)
@@ -145,7 +150,8 @@ class FedX(Choosing):
             labels=labels,
             members=known if sums.members is None else sums.members,
             lr=state.lr,
-            exact=state.exact,
+            refine=state.refine,
+            linear=state.linear,
             temperature=self._next_temperature(sums),
             round=state.round + 1,
             moved=_moved(state.theta, theta),
@@ -154,7 +160,16 @@ class FedX(Choosing):
 
     def done(self, state: State) -> bool:
         """Whether least squares are at their fixed point: all further rounds would be the same."""
-        return self._fits(state) and self.fraction == 1 and state.moved < STILL
+        return self.solves(state) and self.fraction == 1 and state.moved < STILL
+
+    def doubts(self, state: State) -> Iterator[str]:
+        """Whether models were still on their way; those of a sample of the clients always move."""
+        if self.fraction == 1 and state.moved * state.round > MOVING:
+            yield f"models still moved by {state.moved:.2%} of their distance in the last round: more rounds are needed"
+
+    def solves(self, state: State) -> bool:
+        """Whether line 7 is least squares."""
+        return state.refine in ("least_squares", "conjugate")
 
     @client_step
     def normal_step(self, task: Task) -> ClientStep:
@@ -253,6 +268,7 @@ class FedX(Choosing):
             labels=torch.cat([state.labels, own]),
             members=state.members + torch.bincount(own[own >= 0], minlength=self.k),
             lr=min(state.lr, self._step_size(newcomers.task, newcomers)),
+            moved=torch.inf,
         )
 
     # --- what a client does --------------------------------------------------------------------------------------
@@ -278,52 +294,42 @@ class FedX(Choosing):
 
     # --- what the server does ------------------------------------------------------------------------------------
 
-    def _closed(self, task: Task, theta: Params, cohort: Cohort) -> bool:
-        """Whether line 7 is done in closed form; the log says how it is done by default."""
-        if self.refine == "fedavg":
-            return False
-        linear = is_linear(task, cohort.federation.train.x[:2])
-        if self.refine == "fedprox":
-            return linear
-        d = flat(theta).shape[1]
-        fits = linear and not (self.soft and d > LARGEST)
-        if self.refine == "least_squares" and not fits:
-            require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: refine='least_squares'")
-            raise ValueError(f"FedX: least squares with soft labels need at most {LARGEST} parameters, got {d}")
-        cohort.log(f"refining by {self._way(d) if fits else 'FedAvg: least squares are for linear regressions'}")
-        return fits
-
-    def _way(self, d: int) -> str:
-        if d > LARGEST:
-            return f"least squares: {self.tau} conjugate steps in a round, {d} numbers up per client for each"
-        return f"least squares: {d * (d + 1)} numbers up per client and round, until models no longer move"
-
-    def _fits(self, state: State) -> bool:
-        """Whether line 7 is least squares."""
-        return state.exact and self.refine != "fedprox"
+    def _settled(self, task: Task, d: int, cohort: Cohort) -> Refine:
+        """How line 7 is done; what "auto" has become is in the log."""
+        if self.refine in ("fedavg", "fedprox"):
+            return self.refine
+        name, rows = type(self).__name__, cohort.federation.train.x[:2]
+        if self.refine != "auto":
+            require_linear(task, rows, f"{name}: refine='{self.refine}'")
+            if self.refine == "conjugate" and self.soft:
+                raise ValueError(f"{name}: refine='conjugate' takes hard labels only, got soft=True")
+            return self.refine
+        found = _best(d, soft=self.soft) if is_linear(task, rows) else "fedavg"
+        cohort.log(f"refine={found}: {_sent(found, d, self.tau)}")
+        return found
 
     def _fit(self, state: State, chosen: Cohort) -> tuple[Params, Sums]:
-        """Lines 5 to 7 by least squares. A sample of the clients moves models by its share only, so rounds average."""
-        old = exact(flat(state.theta))
-        if old.shape[1] > LARGEST:
-            sums, change = self._conjugate(state, chosen)
-        else:
-            step, sent = self._exchange(state)
-            sums = chosen.combine(step, sent, slots=self.k)
-            total = exact(sums.update["moved"] if self.soft else sums.update)
-            change = least_squares(total[:, :, :-1], total[:, :, -1])
-        part = max(self.fraction, 1 / (state.round + 1))
-        return unflat((old + part * change).to(flat(state.theta)), take(state.theta, 0)), sums
+        """Lines 5 to 7 by least squares; a sample of the clients moves models by its share only, so rounds average."""
+        sums, change = (self._conjugate if state.refine == "conjugate" else self._solve)(state, chosen)
+        old, part = flat(state.theta), max(self.fraction, 1 / (state.round + 1))
+        return unflat((exact(old) + part * change).to(old), take(state.theta, 0)), sums
+
+    def _solve(self, state: State, chosen: Cohort) -> tuple[Sums, Tensor]:
+        """How far it is to the least squares of every cluster (k, d)."""
+        step, sent = self._exchange(state)
+        sums = chosen.combine(step, sent, slots=self.k)
+        total = exact(sums.update["moved"] if self.soft else sums.update)
+        return sums, least_squares(total[:, :, :-1], total[:, :, -1])
 
     def _conjugate(self, state: State, chosen: Cohort) -> tuple[Sums, Tensor]:
-        """The same where d² numbers are too many."""
-        sums = chosen.combine(self.residual_step, state.theta, slots=self.k)
-        pull, scale = exact(sums.update["pull"]), exact(sums.update["scale"])
+        """How far s conjugate steps go towards it (k, d)."""
+        step, sent = self._exchange(state)
+        sums = chosen.combine(step, sent, slots=self.k)
 
         def times(direction: Tensor) -> Tensor:
             return exact(chosen.combine(self.product_step, Towards(state.theta, direction), slots=self.k).update)
 
-        return sums, conjugate(times, pull, scale, self.tau)
+        return sums, conjugate(times, exact(sums.update["pull"]), exact(sums.update["scale"]), self.tau)
 
     def _descend(self, state: State, chosen: Cohort) -> tuple[Params, Sums]:
         """Lines 5 to 7 by gradient steps, or by FedProx."""
@@ -333,15 +339,18 @@ class FedX(Choosing):
 
     def _exchange(self, state: State) -> tuple[Step, Params | Models | Soft]:
         """The step of this round, and what clients are sent for it."""
+        if state.refine == "conjugate":
+            return self.residual_step, state.theta
+        if state.refine == "least_squares" and not self.soft:
+            return self.normal_step, state.theta
         # The prox term has curvature 1/η: half steps of it converge for any loss that is less curved.
-        by_steps = self.refine == "fedprox" and not state.exact
+        by_steps = state.refine == "fedprox" and not state.linear
         lr = torch.tensor(state.lr / 2 if by_steps else state.lr)
-        soft = Soft(state.theta, lr, torch.tensor(state.temperature))
-        if self._fits(state):
-            return (self.soft_normal_step, soft) if self.soft else (self.normal_step, state.theta)
-        if self.soft:
-            return self.soft_proximal_step if state.exact else self.soft_step, soft
-        return self.proximal_step if state.exact else self.step, Models(state.theta, lr)
+        proximal = state.refine == "fedprox" and state.linear
+        if not self.soft:
+            return self.proximal_step if proximal else self.step, Models(state.theta, lr)
+        soft = self.soft_normal_step if self.solves(state) else self.soft_step
+        return self.soft_proximal_step if proximal else soft, Soft(state.theta, lr, torch.tensor(state.temperature))
 
     def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
         """Line 7: Σ w_i θ_{i,t}; a model that nobody refined stays as it is."""
@@ -369,6 +378,22 @@ class FedX(Choosing):
             return self.lr
         require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: where no lr is given")
         return GAMMA / 2 / float(cohort.gather(self.curvature, ()).note["curvature"].max())
+
+
+def _best(d: int, *, soft: bool) -> Refine:
+    """The least squares that send little enough for d parameters; those by conjugate gradients know no soft labels."""
+    if d <= LARGEST:
+        return "least_squares"
+    return "fedavg" if soft else "conjugate"
+
+
+def _sent(refine: Refine, d: int, tau: int) -> str:
+    """What a client sends, for the log."""
+    if refine == "least_squares":
+        return f"{d * (d + 1)} numbers up per client and round, until models no longer move"
+    if refine == "conjugate":
+        return f"{(tau + 2) * d} numbers up per client and round, in {tau + 1} exchanges, until models no longer move"
+    return f"{d} numbers up per client and round"
 
 
 def _moved(old: Params, new: Params) -> float:
