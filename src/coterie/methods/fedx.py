@@ -74,7 +74,16 @@ class State(NamedTuple):
     linear: bool  # whether FedProx has a closed form
     temperature: float  # that of soft labels, 0 for hard ones
     round: int
+    kept: Tensor | tuple[()]  # φᵀφ and φᵀy of samples of the clients so far, older ones less (k, d, d + 1)
     moved: float  # how far the last round moved a model, as a part of how far models are apart; infinite at first
+
+
+class Refined(NamedTuple):
+    """What lines 5 to 7 give."""
+
+    theta: Params  # (k, …)
+    sums: Sums
+    kept: Tensor | tuple[()] = ()
 
 
 @register("fedx")
@@ -136,12 +145,13 @@ class FedX(Choosing):
         none = torch.zeros(self.k, dtype=torch.long)
         refine = self._settled(task, flat(theta).shape[1], cohort)
         linear = refine == "fedprox" and is_linear(task, cohort.federation.train.x[:2])
-        return State(theta, never, none, lr, refine, linear, self.temperature or 0.0, 0, torch.inf)
+        return State(theta, never, none, lr, refine, linear, self.temperature or 0.0, 0, (), torch.inf)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 5 to 7."""
         chosen = cohort.sample(self.fraction)
-        theta, sums = (self._fit if self.solves(state) else self._descend)(state, chosen)
+        ways = {"least_squares": self._solve, "conjugate": self._conjugate}
+        theta, sums, kept = ways.get(state.refine, self._descend)(state, chosen)
         labels = state.labels.clone()
         labels[chosen.clients] = sums.note["label"]
         known = torch.bincount(labels[labels >= 0], minlength=self.k)
@@ -154,6 +164,7 @@ class FedX(Choosing):
             linear=state.linear,
             temperature=self._next_temperature(sums),
             round=state.round + 1,
+            kept=kept,
             moved=_moved(state.theta, theta),
         )
         return after, Report(chosen.clients, sums.note["loss"])
@@ -308,34 +319,39 @@ class FedX(Choosing):
         cohort.log(f"refine={found}: {_sent(found, d, self.tau)}")
         return found
 
-    def _fit(self, state: State, chosen: Cohort) -> tuple[Params, Sums]:
-        """Lines 5 to 7 by least squares; a sample of the clients moves models by its share only, so rounds average."""
-        sums, change = (self._conjugate if state.refine == "conjugate" else self._solve)(state, chosen)
-        old, part = flat(state.theta), max(self.fraction, 1 / (state.round + 1))
-        return unflat((exact(old) + part * change).to(old), take(state.theta, 0)), sums
-
-    def _solve(self, state: State, chosen: Cohort) -> tuple[Sums, Tensor]:
-        """How far it is to the least squares of every cluster (k, d)."""
+    def _solve(self, state: State, chosen: Cohort) -> Refined:
+        """Lines 5 to 7 by least squares; samples of the clients are remembered for as long as all take a turn."""
         step, sent = self._exchange(state)
         sums = chosen.combine(step, sent, slots=self.k)
-        total = exact(sums.update["moved"] if self.soft else sums.update)
-        return sums, least_squares(total[:, :, :-1], total[:, :, -1])
+        old, total = exact(flat(state.theta)), exact(sums.update["moved"] if self.soft else sums.update)
+        gram, pull = total[:, :, :-1], total[:, :, -1]
+        kept: Tensor | tuple[()] = ()
+        if self.fraction < 1:
+            kept = torch.cat([gram, (pull + _times_each(gram, old))[:, :, None]], 2)  # in terms of y, not of residuals
+            kept = kept if isinstance(state.kept, tuple) else kept + (1 - self._share(state)) * exact(state.kept)
+            gram, pull = kept[:, :, :-1], kept[:, :, -1] - _times_each(kept[:, :, :-1], old)
+        return Refined(_changed(state.theta, least_squares(gram, pull)), sums, kept)
 
-    def _conjugate(self, state: State, chosen: Cohort) -> tuple[Sums, Tensor]:
-        """How far s conjugate steps go towards it (k, d)."""
+    def _conjugate(self, state: State, chosen: Cohort) -> Refined:
+        """The same by s conjugate steps; a sample of the clients goes its share of the way, so that rounds average."""
         step, sent = self._exchange(state)
         sums = chosen.combine(step, sent, slots=self.k)
 
         def times(direction: Tensor) -> Tensor:
             return exact(chosen.combine(self.product_step, Towards(state.theta, direction), slots=self.k).update)
 
-        return sums, conjugate(times, exact(sums.update["pull"]), exact(sums.update["scale"]), self.tau)
+        change = conjugate(times, exact(sums.update["pull"]), exact(sums.update["scale"]), self.tau)
+        return Refined(_changed(state.theta, self._share(state) * change), sums)
 
-    def _descend(self, state: State, chosen: Cohort) -> tuple[Params, Sums]:
+    def _share(self, state: State) -> float:
+        """How much a round counts against those before it: in the end its share of the clients, at first more."""
+        return max(self.fraction, 2 / (state.round + 2))
+
+    def _descend(self, state: State, chosen: Cohort) -> Refined:
         """Lines 5 to 7 by gradient steps, or by FedProx."""
         step, sent = self._exchange(state)
         sums = chosen.combine(step, sent, slots=self.k)
-        return self._improve(state.theta, sums, float(chosen.sizes.sum())), sums
+        return Refined(self._improve(state.theta, sums, float(chosen.sizes.sum())), sums)
 
     def _exchange(self, state: State) -> tuple[Step, Params | Models | Soft]:
         """The step of this round, and what clients are sent for it."""
@@ -401,6 +417,16 @@ def _moved(old: Params, new: Params) -> float:
     before, after = exact(flat(old)), exact(flat(new))
     apart = after - after.mean(0) if len(after) > 1 else after
     return float((after - before).norm(dim=1).max() / apart.norm(dim=1).max().clamp(min=1e-300))
+
+
+def _changed(theta: Params, change: Tensor) -> Params:
+    """Models (k, …) after a change (k, d) in float64."""
+    old = flat(theta)
+    return unflat((exact(old) + change).to(old), take(theta, 0))
+
+
+def _times_each(matrices: Tensor, vectors: Tensor) -> Tensor:
+    return (matrices @ vectors[:, :, None])[:, :, 0]
 
 
 def _rows(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
