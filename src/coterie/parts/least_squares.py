@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 NARROW = 1e-10  # of the largest eigenvalue of correlations: a direction with less is one that no row has
+SOLVED = 1e-20  # of the squared length of b, as preconditioned: conjugate gradients have arrived
 
 
 def least_squares(gram: Tensor, pull: Tensor) -> Tensor:
@@ -44,11 +45,13 @@ def conjugate(times: Callable[[Tensor], Tensor], pull: Tensor, scale: Tensor, st
 
     inverse = torch.where(scale > 0, 1 / scale.clamp(min=tiny), 0.0)
     x, left, p = torch.zeros_like(pull), pull, inverse * pull
-    size = dot(left, p)
+    size = first = dot(left, p)
     for _ in range(steps):
         product = times(p)
-        far = size / dot(p, product).clamp(min=tiny)
+        curved = dot(p, product)
+        going = (size > SOLVED * first) & (curved > 0)  # what is left after that is rounding
+        far = torch.where(going, size / curved.clamp(min=tiny), 0.0)
         x, left = x + far * p, left - far * product
         size, old = dot(left, inverse * left), size
-        p = inverse * left + size / old.clamp(min=tiny) * p
+        p = inverse * left + torch.where(going, size / old.clamp(min=tiny), 0.0) * p
     return x
