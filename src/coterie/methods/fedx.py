@@ -71,7 +71,7 @@ class State(NamedTuple):
     members: Tensor  # clients of each cluster (k,): by the labels or, where these are hidden, of the last round
     lr: float  # the step size, in terms of the task's own loss
     refine: Refine  # how line 7 is done
-    linear: bool  # whether FedProx has a closed form
+    linear: bool  # whether it is FedProx in closed form
     temperature: float  # that of soft labels, 0 for hard ones
     round: int
     kept: Tensor | tuple[()]  # φᵀφ and φᵀy of samples of the clients so far, older ones less (k, d, d + 1)
@@ -315,8 +315,10 @@ class FedX(Choosing):
             if self.refine == "conjugate" and self.soft:
                 raise ValueError(f"{name}: refine='conjugate' takes hard labels only, got soft=True")
             return self.refine
-        found = _best(d, soft=self.soft) if is_linear(task, rows) else "fedavg"
-        cohort.log(f"refine={found}: {_sent(found, d, self.tau)}")
+        linear = is_linear(task, rows)
+        found = _best(d, soft=self.soft) if linear else "fedavg"
+        why = "" if linear else ", for this is no regression that is linear in its parameters"
+        cohort.log(f"refine={found}{why}: {_sent(found, d, self.tau)}")
         return found
 
     def _solve(self, state: State, chosen: Cohort) -> Refined:
@@ -362,11 +364,11 @@ class FedX(Choosing):
         # The prox term has curvature 1/η: half steps of it converge for any loss that is less curved.
         by_steps = state.refine == "fedprox" and not state.linear
         lr = torch.tensor(state.lr / 2 if by_steps else state.lr)
-        proximal = state.refine == "fedprox" and state.linear
         if not self.soft:
-            return self.proximal_step if proximal else self.step, Models(state.theta, lr)
-        soft = self.soft_normal_step if self.solves(state) else self.soft_step
-        return self.soft_proximal_step if proximal else soft, Soft(state.theta, lr, torch.tensor(state.temperature))
+            return self.proximal_step if state.linear else self.step, Models(state.theta, lr)
+        steps = self.soft_proximal_step if state.linear else self.soft_step
+        sent = Soft(state.theta, lr, torch.tensor(state.temperature))
+        return self.soft_normal_step if self.solves(state) else steps, sent
 
     def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
         """Line 7: Σ w_i θ_{i,t}; a model that nobody refined stays as it is."""
@@ -415,8 +417,9 @@ def _sent(refine: Refine, d: int, tau: int) -> str:
 def _moved(old: Params, new: Params) -> float:
     """The longest way that a model went, over the distance of models from their mean; of one model, its length."""
     before, after = exact(flat(old)), exact(flat(new))
-    apart = after - after.mean(0) if len(after) > 1 else after
-    return float((after - before).norm(dim=1).max() / apart.norm(dim=1).max().clamp(min=1e-300))
+    apart = after - after.mean(0)
+    far = apart if bool(apart.any()) else after
+    return float((after - before).norm(dim=1).max() / far.norm(dim=1).max().clamp(min=1e-300))
 
 
 def _changed(theta: Params, change: Tensor) -> Params:
@@ -431,8 +434,8 @@ def _times_each(matrices: Tensor, vectors: Tensor) -> Tensor:
 
 def _rows(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
     """φ (n, d) and y - ⟨φ, θ⟩ (n,) of a client's rows, as float64: what is solved for are differences of their sums."""
-    phi = features(task, data) * data.mask[:, None]
-    return phi.double(), residuals(phi, data, flat(theta, 0)[None])[:, 0].double()
+    phi = (features(task, data) * data.mask[:, None]).double()
+    return phi, residuals(phi, data, flat(theta, 0)[None].double())[:, 0]
 
 
 def _normal(task: Task, theta: Params, data: Data) -> Outer:
