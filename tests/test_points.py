@@ -80,7 +80,14 @@ def test_of_several_restarts_the_one_that_overfits_most_is_not_kept(seed):
 def test_without_shrinking_held_out_points_prefer_a_wrong_restart(seed):
     """A limit that is known: the docs tell of it."""
     federation, _ = two_gaussians(800, seed)
-    run = ct.fit(ct.UIFCA(k=2, shrink=False), flow(), federation, rounds=30, seed=seed, evaluations=1)
+    run = ct.fit(
+        ct.UIFCA(k=2, init="mixed", mixture=False, shrink=False),
+        flow(),
+        federation,
+        rounds=30,
+        seed=seed,
+        evaluations=1,
+    )
     assert run.purity < 0.6
 
 
@@ -172,7 +179,8 @@ def test_where_kfed_finds_too_few_centres_restarts_begin_at_random(caplog):
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     one_group = Federation.from_clients([(x[:30], torch.zeros(30)), (x[30:], torch.zeros(30))])
     why = "begins with k-FED, which found 3 centres for k = 5"
-    assert ct.fit(ct.UIFCA(k=5), flow(4), one_group, rounds=2).state.sizes.sum(1).tolist() == [60.0] * 10
+    mixed = ct.fit(ct.UIFCA(k=5, init="mixed"), flow(4), one_group, rounds=2)
+    assert mixed.state.sizes.sum(1).tolist() == [60.0] * 10
     told = [r.getMessage() for r in caplog.records]
     assert told == [f"UIFCA: init 'mixed' {why}; all restarts begin with a random assignment"]
     with pytest.raises(ValueError, match=f"UIFCA: init 'kfed' {why}; init='random' does without"):
@@ -304,7 +312,7 @@ def test_without_a_ridge_what_has_no_density_is_refused(caplog):
 
 
 def test_a_start_of_another_algorithms_is_refused(points):
-    with pytest.raises(ValueError, match="UIFCA: init must be 'mixed' or 'random' or 'kfed' or Disturbed"):
+    with pytest.raises(ValueError, match="UIFCA: init must be 'centres' or 'mixed' or 'random' or 'kfed' or D"):
         ct.fit(ct.UIFCA(k=3, init="balanced"), ct.Task.density(ct.models.AffineFlow(6)), points, rounds=1)
 
 

@@ -20,6 +20,7 @@ from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Task
 from coterie.parts.closed_form import ClosedForm
 from coterie.parts.held_out import held_out, surprise
+from coterie.parts.mixture import own_shares
 from coterie.parts.restarts import Restarts
 from coterie.parts.shrinkage import Moments
 
@@ -30,8 +31,12 @@ _MODELS = 6  # stream under a key
 
 
 class Candidates(ClosedForm, Restarts):
-    """For methods with `shrink`, whose states hold `theta`, `moments`, `held`, `sizes`, `shrinks` and `round`."""
+    """For methods with `mixture` and `shrink`.
 
+    Their states hold `theta`, `moments`, `held`, `sizes`, `shrinks` and `round`.
+    """
+
+    mixture: bool
     shrink: bool
     renew: bool
 
@@ -74,13 +79,20 @@ class Candidates(ClosedForm, Restarts):
     @client_step
     def judge(self, task: Task) -> ClientStep:
         """How unlikely held-out points are under the mixture of each candidate's models (r·c,)."""
+        mixes = self.mixes(task)
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])
-            update = surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
-            return Reply(update, memory=local.memory)
+            losses, share = losses.unflatten(0, sent["share"].shape), sent["share"]
+            if mixes:
+                share = own_shares(losses, share, local.data.mask * (local.draws["held"] <= 0))
+            return Reply(surprise(losses, share, local), memory=local.memory)
 
         return ClientStep(run, draw_held_out)
+
+    def mixes(self, task: Task) -> bool:
+        """Whether points count for every cluster, each by how likely it is to be in it."""
+        return self.mixture and self.has_closed_form(task)
 
     def weighs(self, task: Task) -> bool:
         """Whether models may be shrunk, so that points are held out to judge how strongly."""
