@@ -2,6 +2,7 @@
 
 from coterie.data.cifar import cifar10
 from coterie.data.digits import digits, permuted_digits, rotated_digits
+from coterie.data.disturbance import noisy_labels, offset_targets, outliers, shift_features
 from coterie.data.heterogeneity import (
     dirichlet,
     keep_labels,
@@ -24,6 +25,7 @@ from coterie.data.synthetic import linear_mixture
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
     "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "mnist_digits", "mnist_rotations",
-    "newsgroups", "permute_labels", "permuted_digits", "quantity_skew", "random_background", "regression_truth",
-    "rotate", "rotated_digits", "rotated_mnist", "rotnet_features", "subspace_clusters", "swap_labels",
+    "newsgroups", "noisy_labels", "offset_targets", "outliers", "permute_labels", "permuted_digits", "quantity_skew",
+    "random_background", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "rotnet_features",
+    "shift_features", "subspace_clusters", "swap_labels",
 ]  # fmt: skip

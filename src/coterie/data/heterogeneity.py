@@ -16,22 +16,24 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.data.source import change
 
+Groups = int | tuple[int, ...]  # how many groups of equal size, or the size of each
+
 
 @change
-def rotate(federation: Federation, groups: int = 4) -> Federation:
+def rotate(federation: Federation, groups: Groups = 4) -> Federation:
     """Rotate images by 90 degrees times the number of the client's group.
 
     Args:
         federation: Clients whose rows are images.
-        groups: Number of new groups, 1 to 4, into which every existing group is split.
+        groups: Number of new groups, 1 to 4, into which every existing group is split; or their sizes.
     """
-    if not 1 <= groups <= 4:
-        raise ValueError(f"rotate: groups must be 1 to 4, the quarter turns there are, got {groups}")
+    if not 1 <= number_of(groups) <= 4:
+        raise ValueError(f"rotate: groups must be 1 to 4, the quarter turns there are, got {number_of(groups)}")
     if federation.train.x.dim() < 3:
         raise ValueError(f"rotate: rows must be images, got rows of shape {tuple(federation.train.x.shape[1:])}")
-    part = _parts(federation, groups)
+    part = parts(federation, groups)
     turned = federation.map(lambda i, x, y: (torch.rot90(x, int(part[i]), (-2, -1)), y))
-    return replace(turned, groups=_cross(federation.groups, part))
+    return replace(turned, groups=crossed(federation.groups, part))
 
 
 @change
@@ -53,44 +55,46 @@ def random_background(federation: Federation, seed: int = 0) -> Federation:
 
 
 @change
-def swap_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Federation:
+def swap_labels(federation: Federation, groups: Groups = 4, seed: int = 0) -> Federation:
     """Swap two labels, a different pair in every group (the CFL paper's label swap).
 
     Args:
         federation: Clients with one class label per row.
-        groups: Number of new groups into which every existing group is split; at most the number of pairs of labels.
+        groups: Number of new groups into which every existing group is split, or their sizes; at most as many as there
+            are pairs of labels.
         seed: Seed of the choice of pairs.
     """
-    classes = _classes(federation)
+    classes, number = class_count(federation), number_of(groups)
     pairs = torch.combinations(torch.arange(classes))
-    if not 1 <= groups <= len(pairs):
-        raise ValueError(f"swap_labels: groups must be 1 to {len(pairs)} for {classes} classes, got {groups}")
-    chosen = pairs[torch.randperm(len(pairs), generator=Key.of(seed).generator())[:groups]]
-    tables = torch.arange(classes).repeat(groups, 1)
+    if not 1 <= number <= len(pairs):
+        raise ValueError(f"swap_labels: groups must be 1 to {len(pairs)} for {classes} classes, got {number}")
+    chosen = pairs[torch.randperm(len(pairs), generator=Key.of(seed).generator())[:number]]
+    tables = torch.arange(classes).repeat(number, 1)
     for g, (a, b) in enumerate(chosen.tolist()):
         tables[g, a], tables[g, b] = b, a
-    return _relabel(federation, tables)
+    return _relabel(federation, tables, groups)
 
 
 @change
-def permute_labels(federation: Federation, groups: int = 4, seed: int = 0) -> Federation:
+def permute_labels(federation: Federation, groups: Groups = 4, seed: int = 0) -> Federation:
     """Permute the labels, with a different permutation in every group.
 
     Args:
         federation: Clients with one class label per row.
-        groups: Number of new groups into which every existing group is split; at most the number of permutations.
+        groups: Number of new groups into which every existing group is split, or their sizes; at most as many as there
+            are permutations.
         seed: Seed of the permutations.
     """
-    classes = _classes(federation)
-    if not 1 <= groups <= (most := math.factorial(classes)):
-        raise ValueError(f"permute_labels: groups must be 1 to {most} for {classes} classes, got {groups}")
+    classes, number = class_count(federation), number_of(groups)
+    if not 1 <= number <= (most := math.factorial(classes)):
+        raise ValueError(f"permute_labels: groups must be 1 to {most} for {classes} classes, got {number}")
     draws: list[Tensor] = []
     g = Key.of(seed).generator()
-    while len(draws) < groups:  # repeats are rare unless nearly all permutations are requested
+    while len(draws) < number:  # repeats are rare unless nearly all permutations are requested
         draw = torch.randperm(classes, generator=g)
         if not any(torch.equal(draw, old) for old in draws):
             draws.append(draw)
-    return _relabel(federation, torch.stack(draws))
+    return _relabel(federation, torch.stack(draws), groups)
 
 
 @change
@@ -163,10 +167,10 @@ def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
         >>> [kept.train.client(i)[1].unique().tolist() for i in (1, 2)], kept.groups.tolist()
         ([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [0, 0, 0, 0])
     """
-    classes = _classes(federation)
+    classes = class_count(federation)
     if not 1 <= blocks <= classes:
         raise ValueError(f"keep_labels: blocks must be 1 to {classes}, the classes there are, got {blocks}")
-    part = _parts(federation, blocks)
+    part = parts(federation, blocks)
 
     def own(i: int, y: Tensor) -> Tensor:
         return y * blocks // classes == part[i]
@@ -178,42 +182,63 @@ def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
     return federation.map(lambda i, x, y: (x[own(i, y)], y[own(i, y)]))
 
 
-def _parts(federation: Federation, groups: int) -> Tensor:
-    """Split every existing group into `groups` blocks of equal size, and return the block of each client (m,)."""
-    if groups < 1:
+def number_of(groups: Groups) -> int:
+    """How many groups are meant."""
+    return groups if isinstance(groups, int) else len(groups)
+
+
+def parts(federation: Federation, groups: Groups) -> Tensor:
+    """Split every existing group into blocks, of equal or of given sizes, and return the block of each client (m,).
+
+    Example:
+        >>> from coterie.data.digits import digits
+        >>> parts(digits(4), 2).tolist(), parts(digits(4), (1, 3)).tolist()
+        ([0, 0, 1, 1], [0, 1, 1, 1])
+    """
+    if number_of(groups) < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
     old = federation.groups if federation.groups is not None else torch.zeros(len(federation), dtype=torch.long)
     part = torch.empty(len(federation), dtype=torch.long)
     for g in old.unique():
         at = (old == g).nonzero().flatten()
-        if len(at) < groups:
-            raise ValueError(f"{len(at)} clients cannot form {groups} groups")
-        part[at] = torch.arange(len(at)) * groups // len(at)
+        part[at] = _blocks(len(at), groups)
     return part
 
 
-def _cross(old: Tensor | None, part: Tensor) -> Tensor:
+def _blocks(clients: int, groups: Groups) -> Tensor:
+    """The block of each of so many clients."""
+    if isinstance(groups, int):
+        if clients < groups:
+            raise ValueError(f"{clients} clients cannot form {groups} groups")
+        return torch.arange(clients) * groups // clients
+    if min(groups) < 1 or sum(groups) != clients:
+        raise ValueError(f"groups must be sizes of at least 1 that add up to {clients} clients, got {list(groups)}")
+    return torch.arange(len(groups)).repeat_interleave(torch.tensor(groups))
+
+
+def crossed(old: Tensor | None, part: Tensor) -> Tensor:
     """Return the group of each client, numbering the pairs (old group, new block) that occur."""
     return part if old is None else (old * (part.max() + 1) + part).unique(return_inverse=True)[1]
 
 
-def _classes(federation: Federation) -> int:
+def class_count(federation: Federation) -> int:
+    """How many classes the labels of a federation's rows are from."""
     y = federation.train.y
     if y.is_floating_point() or y.dim() != 1:
         raise ValueError(f"labels must be whole numbers, one per row, got {y.dtype} of shape {tuple(y.shape)}")
     return int(y.max()) + 1
 
 
-def _relabel(federation: Federation, tables: Tensor) -> Federation:
-    part = _parts(federation, len(tables))
+def _relabel(federation: Federation, tables: Tensor, groups: Groups) -> Federation:
+    part = parts(federation, groups)
     changed = federation.map(lambda i, x, y: (x, tables[part[i]][y]))
-    return replace(changed, groups=_cross(federation.groups, part))
+    return replace(changed, groups=crossed(federation.groups, part))
 
 
 def _deal_anew(federation: Federation, alpha: float, seed: int, *, by_label: bool) -> Federation:
     if alpha <= 0:
         raise ValueError(f"alpha must be above 0, got {alpha}")
-    classes = _classes(federation) if by_label else 1
+    classes = class_count(federation) if by_label else 1
     groups = federation.groups if federation.groups is not None else torch.zeros(len(federation), dtype=torch.long)
     members = {int(g): (groups == g).nonzero().flatten() for g in groups.unique()}
     shares = {g: _dirichlet(len(at), classes, alpha, Key.of(seed).fold(g)) for g, at in members.items()}

@@ -71,14 +71,18 @@ class Scores:
 
     @property
     def clustering(self) -> dict[str, float]:
-        """Labels against true groups: ari, nmi, purity, matched; empty where the groups are not known."""
-        if self.groups is None:
+        """Labels against true groups: ari, nmi, purity, matched; empty where the groups are not known.
+
+        Clients that belong to no group (-1) do not count.
+        """
+        if self.groups is None or not bool((known := self.groups >= 0).any()):
             return {}
+        labels, groups = self.labels[known], self.groups[known]
         return {
-            "ari": metrics.ari(self.labels, self.groups),
-            "nmi": metrics.nmi(self.labels, self.groups),
-            "purity": metrics.purity(self.labels, self.groups),
-            "matched": metrics.matched_accuracy(self.labels, self.groups),
+            "ari": metrics.ari(labels, groups),
+            "nmi": metrics.nmi(labels, groups),
+            "purity": metrics.purity(labels, groups),
+            "matched": metrics.matched_accuracy(labels, groups),
         }
 
 

@@ -282,8 +282,9 @@ class Loop:
         scored = run.score  # by all processes of a run together
         losses = [row["loss"] for row in run.history if row["loss"] is not None]
         if self.cohort.engine.leads and not self.method.needs.points:  # their losses may go up: shrinking raises them
-            for doubt in sanity.doubts(losses, scored, self.cohort.engine):
-                log.warning(doubt)
+            run.warnings.extend(sanity.doubts(losses, scored, self.cohort.engine))
+        for warning in run.warnings:
+            log.warning(warning)
         if self.record:
             self._checkpoint(force=True)
             self.record.finish(run.models, summary(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,6 +51,7 @@ class Run:
         history: One dict per round: loss, score (also per cluster), labels changed, groups, members per cluster, bytes
             down and up, seconds.
         path: The run folder, None if nothing was written.
+        warnings: What speaks against the result; it has been said in the log too.
     """
 
     algorithm: Method
@@ -60,6 +61,7 @@ class Run:
     _cohort: Cohort
     _score: Callable[[], Scores]
     _margins: np.ndarray | None = None  # of a run whose data are not here
+    warnings: list[str] = field(default_factory=list)
 
     @cached_property
     def scores(self) -> Scores:

@@ -21,6 +21,7 @@ from coterie_lab.reproduce import (
     purity,
     rates,
     recovery,
+    robustness,
     separation,
     splitting,
     subspace,
@@ -46,6 +47,7 @@ KINDS = {
     "rates": rates,
     "subspace": subspace,
     "trap": trap,
+    "robustness": robustness,
 }
 
 

@@ -1,0 +1,157 @@
+"""Whether methods find the groups as they are by default, on many kinds of problems that nobody tuned them on.
+
+Every problem names how it is scored: by the clients' groups, by the models of a mixed regression, or by the clusters of
+points. Cells (a problem, a method and a seed) are independent, and are computed side by side on all cores.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.runs import plots
+from coterie.runs.config import build_algorithm, build_task
+from coterie.runs.fit import fit
+from coterie_lab.reproduce.notebook import Notebook
+from coterie_lab.reproduce.rounds import seeded
+
+Cell = dict[str, Any]
+
+
+def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
+    """Every method on every problem of its own, with every seed.
+
+    Args:
+        spec: Table of the experiment.
+        device: Not used: cells are small, and there are many.
+        notebook: Stores the parts that are done.
+    """
+    rows, runs = [], []
+    with _pool() as pool:
+        waiting = [
+            (problem, method, _cells(pool, spec, problem, method, notebook))
+            for problem in spec["problems"]
+            for method in _methods(spec, problem)
+        ]
+        for problem, method, cells in waiting:
+            found = notebook.entry(_name(problem, method), lambda cells=cells: [cell.result() for cell in cells])
+            rows.append(_row(problem, method, found))
+            runs += [{"problem": problem["name"], "method": method["name"], **cell} for cell in found]
+    return {"seeds": spec["seeds"], "rows": rows, "runs": runs}
+
+
+def _pool() -> ProcessPoolExecutor:
+    """Processes that compute with one thread each."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), context, initializer=torch.set_num_threads, initargs=(1,))
+
+
+def _cells(
+    pool: ProcessPoolExecutor, spec: dict[str, Any], problem: dict[str, Any], method: dict[str, Any], notebook: Notebook
+) -> list[Future[Cell]]:
+    """The cells of a problem and a method, one for every seed; none if they are known from before."""
+    if _name(problem, method) in notebook.entries:
+        return []
+    return [pool.submit(SCORES[problem["score"]], problem, method, seed) for seed in spec["seeds"]]
+
+
+def _methods(spec: dict[str, Any], problem: dict[str, Any]) -> list[dict[str, Any]]:
+    """The methods that a problem names, each with the problem's changes to it."""
+    return [{**spec["methods"][name], "name": name, **changes} for name, changes in problem["methods"].items()]
+
+
+def _name(problem: dict[str, Any], method: dict[str, Any]) -> str:
+    return f"{problem['name']}: {method['name']}"
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+def _groups(problem: dict[str, Any], method: dict[str, Any], seed: int) -> Cell:
+    """Right if clients of a group are together, and no others with them; clients of no group may be anywhere."""
+    federation = seeded(problem["data"], seed)
+    algorithm, task = build_algorithm(method["algorithm"]), build_task(problem["task"])
+    done = fit(algorithm, task, federation, rounds=method["rounds"], seed=seed, device="cpu", evaluations=1)
+    return {
+        "seed": seed,
+        "right": done.ari == 1.0,
+        "score": done.scores.mean,
+        "clusters": len(done.models),
+        "bytes": sum(row["bytes_down"] + row["bytes_up"] for row in done.history),
+        "warned": len(done.warnings),
+    }
+
+
+SCORES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Cell]] = {"groups": _groups}
+
+
+# --- the table and the picture --------------------------------------------------------------------------------------
+
+
+def _row(problem: dict[str, Any], method: dict[str, Any], cells: list[Cell]) -> dict[str, Any]:
+    """One line of the table: how many seeds were right, and the mean score."""
+    right = sum(cell["right"] for cell in cells)
+    return {
+        "problem": problem["name"],
+        "method": method["name"],
+        "right": f"{right} of {len(cells)}",
+        "share": right / len(cells),
+        "wanted": method.get("wanted"),
+        "score": statistics.fmean(cell["score"] for cell in cells),
+        "warned": sum(cell.get("warned", 0) > 0 for cell in cells),
+        "MB": statistics.fmean(cell.get("bytes", 0) for cell in cells) / 1e6,
+    }
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A bar for every problem and method, with what was wanted; and how it was before, if that is stored beside it.
+
+    Args:
+        result: The result of `run`.
+        path: The picture; NAME-before.json in its folder holds an earlier result.
+    """
+    earlier = path.with_name(f"{path.stem}-before.json")
+    before = {}
+    if earlier.exists():
+        stored = json.loads(earlier.read_text(encoding="utf-8"))
+        before = {(r["problem"], r["method"]): r["share"] for r in stored["rows"]}
+    methods = list(dict.fromkeys(r["method"] for r in result["rows"]))
+    counts = [sum(r["method"] == m for r in result["rows"]) for m in methods]
+    fig = plots.figure(8.6, 0.9 * len(methods) + 0.22 * sum(counts))
+    panels = fig.subplots(len(methods), 1, squeeze=False, sharex=True, height_ratios=counts)[:, 0]
+    for axes, method, colour in zip(panels, methods, plots.COLOURS, strict=False):
+        _bars(axes, [r for r in result["rows"] if r["method"] == method], before, colour)
+        axes.set_title(method, fontsize=10, loc="left")
+    panels[-1].set_xlabel("seeds that are right (%)")
+    fig.legend(*_legend(panels), loc="outside upper center", fontsize=8, frameon=False, ncols=3)
+    plots.save(fig, path)
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]], before: dict[tuple[str, str], float], colour: str) -> None:
+    at = np.arange(len(rows))
+    axes.barh(at, [100 * r["share"] for r in rows], 0.7, color=colour, alpha=0.8, label="right")
+    old = [
+        (y, 100 * before[key]) for y, r in zip(at, rows, strict=True) if (key := (r["problem"], r["method"])) in before
+    ]
+    axes.plot([x for _, x in old], [y for y, _ in old], "o", ms=4, color="black", mfc="white", label="before")
+    wanted = [(y, 100 * r["wanted"]) for y, r in zip(at, rows, strict=True) if r["wanted"] is not None]
+    axes.plot([x for _, x in wanted], [y for y, _ in wanted], "|", ms=11, mew=1.6, color="black", label="wanted")
+    axes.set_yticks(at, [r["problem"] for r in rows], fontsize=8)
+    axes.set_xlim(0, 104)
+    axes.invert_yaxis()
+    plots.tidy(axes)
+
+
+def _legend(panels: Any) -> tuple[list[Any], list[str]]:
+    """The first panel's entries: those of the others mean the same."""
+    handles, labels = panels[0].get_legend_handles_labels()
+    return handles, labels
