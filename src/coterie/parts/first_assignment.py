@@ -76,7 +76,8 @@ class FirstAssignment:
     def _seeds(self, look: Step, cohort: Cohort, key: Key) -> dict[str, Tensor]:
         """The first centres of every restart (r, k, d): k-means over those of the clients, each from seeds of its own.
 
-        Each client is asked for k centres: those that k-FED's clients send are too few to differ from seed to seed.
+        Each client is asked for k centres: those that k-FED's clients send are too few to differ from seed to seed. In
+        half of the restarts they count by their points, in the others all the same, which finds clusters of few points.
         """
         reply = cohort.gather(look, ()).update
         sizes = to_server(reply["sizes"].flatten())
@@ -85,8 +86,11 @@ class FirstAssignment:
             return {}
         uniform = torch.rand(self.restarts, self.k, generator=key.fold(_SEEDS).generator(), dtype=torch.float64)
         about = points.mean(0)  # see `distances`
-        found = lloyd(points - about, sizes, seeded(points - about, sizes, uniform), LLOYD)
-        return {"seeds": (found + about).to(reply["centres"])}
+        found = [
+            lloyd(points - about, weight, seeded(points - about, weight, half), LLOYD)
+            for weight, half in zip((sizes, torch.ones_like(sizes)), uniform.tensor_split(2), strict=True)
+        ]
+        return {"seeds": (torch.cat(found) + about).to(reply["centres"])}
 
     def draw_labels(self, n: int, key: Key) -> Tensor:
         """Random clusters for n points in every restart (r, n); -1 for points that keep their true one."""
