@@ -112,6 +112,11 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
     renew: bool = False
     closed: bool = True
 
+    @property
+    def favours_first(self) -> bool:
+        """Whether the first restart, from k-FED, is kept unless another is clearly better."""
+        return self.init == "centres"
+
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial assignment, which each client keeps for itself."""
         self.check_points(cohort)
