@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 FAR = 1e6  # as unlikely as a point can be, so that a model that has diverged leaves all sums finite
-PRIOR = 10.0  # points that the shares of all clients together count for, in those of one client
+PRIOR = 3.0  # points that the shares of all clients together count for, in those of one client
 STEPS = 10  # by which a client finds its own shares
 
 
@@ -25,6 +25,7 @@ def own_shares(losses: Tensor, share: Tensor, mask: Tensor) -> Tensor:
         mask: 1 for the points that count (n,).
 
     Example:
+        >>> import torch
         >>> losses = torch.tensor([[0.0, 0.0, 0.0, 9.0], [9.0, 9.0, 9.0, 0.0]]).repeat(1, 25)
         >>> own_shares(losses, torch.tensor([0.5, 0.5]), torch.ones(100))
         tensor([0.7272, 0.2728])
