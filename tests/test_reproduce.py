@@ -6,6 +6,7 @@ import pytest
 
 from coterie.data.source import folder
 from coterie_lab.reproduce import experiments, reproduce
+from coterie_lab.reproduce.robustness import SCORES
 
 
 def needs(file, name):
@@ -139,6 +140,15 @@ def test_uifca_groups_points_that_kfed_cannot(tmp_path):
     found = {(r["data"], r["method"]): r["purity"] for r in quick("uifca-table41", tmp_path)["rows"]}
     assert found["Gaussian, K = 3", "UIFCA"] == found["Gaussian, K = 3", "k-FED"] == 100
     assert found["subspaces, K = 3", "UIFCA"] == 100 and found["subspaces, K = 3", "k-FED"] < 60
+
+
+def test_points_are_scored_beside_a_mixture_of_all_of_them():
+    data = {"name": "gaussian_clusters", "k": 2, "d": 2, "points": 60, "separation": 3.0, "weights": [0.8, 0.2]}
+    cell = SCORES["points"]({"data": data}, {"algorithm": {"name": "uifca"}, "rounds": 9}, 0)
+    assert cell["right"] and cell["score"] >= cell["beside"]["mixture"] - 0.02 and cell["bytes"] > 0
+    assert 0.8 <= cell["beside"]["k-FED"] <= 1.0
+    poor = SCORES["points"]({"data": data}, {"algorithm": {"name": "uifca", "init": "random"}, "rounds": 1}, 0)
+    assert not poor["right"] and poor["score"] < poor["beside"]["mixture"] - 0.02
 
 
 def test_points_find_their_cluster_from_a_random_assignment_the_sooner_the_more_clients_differ(tmp_path):
