@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -128,6 +128,10 @@ class Method(ABC):
     def done(self, state: Any) -> bool:
         """Whether there is nothing left to do."""
         return False
+
+    def doubts(self, state: Any) -> Iterator[str]:
+        """What speaks against the last state as a result, for `Run.warnings`."""
+        yield from ()
 
 
 @dataclass(frozen=True)

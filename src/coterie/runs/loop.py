@@ -281,6 +281,8 @@ class Loop:
         run = self._result()
         scored = run.score  # by all processes of a run together
         losses = [row["loss"] for row in run.history if row["loss"] is not None]
+        if self.cohort.engine.leads:
+            run.warnings.extend(self.method.doubts(run.state))
         if self.cohort.engine.leads and not self.method.needs.points:  # their losses may go up: shrinking raises them
             run.warnings.extend(sanity.doubts(losses, scored, self.cohort.engine))
         for warning in run.warnings:
