@@ -28,7 +28,7 @@ def own_shares(losses: Tensor, share: Tensor, mask: Tensor) -> Tensor:
         >>> import torch
         >>> losses = torch.tensor([[0.0, 0.0, 0.0, 9.0], [9.0, 9.0, 9.0, 0.0]]).repeat(1, 25)
         >>> own_shares(losses, torch.tensor([0.5, 0.5]), torch.ones(100))
-        tensor([0.7272, 0.2728])
+        tensor([0.7428, 0.2572])
     """
     found = share
     for _ in range(STEPS):
