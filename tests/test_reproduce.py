@@ -151,6 +151,17 @@ def test_uifca_groups_points_that_kfed_cannot(tmp_path):
     assert found["subspaces, K = 3", "UIFCA"] == 100 and found["subspaces, K = 3", "k-FED"] < 60
 
 
+def test_points_are_scored_beside_a_mixture_of_all_of_them():
+    data = {"name": "gaussian_clusters", "k": 2, "d": 2, "points": 60, "separation": 3.0, "weights": [0.8, 0.2]}
+    cell = robustness.SCORES["points"]({"data": data}, {"algorithm": {"name": "uifca"}, "rounds": 9}, 0)
+    assert cell["right"] and cell["score"] >= cell["beside"]["mixture"] - 0.02 and cell["bytes"] > 0
+    assert 0.8 <= cell["beside"]["k-FED"] <= 1.0
+    poor = robustness.SCORES["points"](
+        {"data": data}, {"algorithm": {"name": "uifca", "init": "random"}, "rounds": 1}, 0
+    )
+    assert not poor["right"] and poor["score"] < poor["beside"]["mixture"] - 0.02
+
+
 def test_points_find_their_cluster_from_a_random_assignment_the_sooner_the_more_clients_differ(tmp_path):
     rows = quick("uifca-fig43", tmp_path)["rows"]
     assert all(r["last"] == 100 for r in rows)
