@@ -56,6 +56,8 @@ VARIANTS = {
     },
     "by_adam": {"closed": False, "tau": 2, "steps": 3, "lr": 1e-3, "decay": 0.5, "optimiser": "adam", "restarts": 1},
     "by_sgd": {"optimiser": "sgd", "lr": 0.01},
+    "tested": {"thresholds": "tested", "patience": 1},
+    "tested_rotated": {"thresholds": "tested", "patience": 1, "privacy": "rotation", "fraction": 0.7},
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
     "kept_adam": {"optimiser": ct.Adam(keep=True), "lr": 0.01, "fraction": 0.5},
     "server_yogi": {"server": ct.Yogi(), "server_lr": 0.1},
@@ -63,7 +65,7 @@ VARIANTS = {
 
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
 FLOWN = (
-    "shared", "patient", "revived", "split_half", "rotated", "soft", "conjugate", "renewed", "disturbed", "kept_adam",
+    "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed", "kept_adam",
     "server_yogi",
 )  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.

@@ -107,7 +107,7 @@ def cleft(gradients: Gradients, weight: Tensor, linkage: Linkage) -> Cleft:
         >>> rows = torch.full((12, 2, 1), 9.0)
         >>> [round(cleft(Gradients(noise + x * group[:, None, None, None], rows), torch.ones(12), "single").contrast, 1)
         ...  for x in (0, 2)]
-        [0.6, 5.3]
+        [0.8, 12.8]
     """
     sums, rows = exact(gradients.sums), exact(gradients.rows)
     common = sums.sum((0, 1)) / rows.sum((0, 1)).clamp(min=1)[:, None]  # what all clients' rows of a class want (k, s)
