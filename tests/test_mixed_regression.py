@@ -314,7 +314,7 @@ def test_how_models_are_refined_is_settled_and_said(regression, task, ragged, ca
     refined = {}
     for name, own, federation in (("linear", *regression), ("other", task, ragged)):
         refined[name] = ct.fit(ct.FedX(3, lr=0.05, init="random"), own, federation, rounds=1).state.refine
-    monkeypatch.setattr("coterie.methods.fedx.LARGEST", 4)
+    monkeypatch.setattr("coterie.parts.least_squares.LARGEST", 4)
     refined["large"] = ct.fit(ct.FedX(3, init="random"), *regression, rounds=1).state.refine
     refined["soft"] = ct.fit(ct.FedX(3, init="random", soft=True), *regression, rounds=1).state.refine
     assert refined == {"linear": "least_squares", "other": "fedavg", "large": "conjugate", "soft": "fedavg"}

@@ -271,6 +271,19 @@ def test_at_most_a_hundred_evaluations():
     assert len(scored) <= 101 and scored[-1] == 250
 
 
+class Doubtful(ct.IFCA):
+    def doubts(self, state, cohort):
+        yield f"{len(self.place(state, cohort))} clients were asked in round {cohort.when[0] + 1}"
+
+
+def test_a_method_may_ask_all_clients_what_speaks_against_its_result(digits):
+    """What that costs is not charged."""
+    doubtful, plain = (ct.fit(cls(2, fraction=0.5), TASK, digits, rounds=2) for cls in (Doubtful, ct.IFCA))
+    assert "16 clients were asked in round 2" in doubtful.warnings
+    for way in ("bytes_down", "bytes_up"):
+        assert [row[way] for row in doubtful.history] == [row[way] for row in plain.history]
+
+
 def test_result_json_is_plain(tmp_path, digits):
     ct.fit(ct.IFCA(2), TASK, digits, rounds=1, out=tmp_path / "run")
     result = json.loads((tmp_path / "run" / "final" / "result.json").read_text())

@@ -29,6 +29,15 @@ from coterie.runs import folder as record
 from coterie.runs.config import build
 
 TASK = ct.Task.classifier(ct.models.MLP(6, 5, 3))
+
+
+class Doubtful(ct.IFCA):
+    """Asks its clients at the end of a run: all processes have to, or they are out of step."""
+
+    def doubts(self, state, cohort):
+        yield f"clients chose {self.place(state, cohort).tolist()}"
+
+
 CASES = {
     "plain": ct.IFCA(2, tau=3),
     "minibatch": ct.IFCA(2, tau=3, batch=4),
@@ -36,6 +45,7 @@ CASES = {
     "restarts": ct.IFCA(2, tau=3, restarts=2, init="random"),
     "alone": ct.LocalOnly(fraction=0.5),
     "one_client": ct.FedAvg(fraction=0.0, weights="size"),  # fewer clients than processes
+    "doubtful": Doubtful(2, tau=3),
 }
 CONFIG = """
 [algorithm]

@@ -129,8 +129,13 @@ class Method(ABC):
         """Whether there is nothing left to do."""
         return False
 
-    def doubts(self, state: Any) -> Iterator[str]:
-        """What speaks against the last state as a result, for `Run.warnings`."""
+    def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
+        """What speaks against the last state as a result, for `Run.warnings`.
+
+        Args:
+            state: After the last round.
+            cohort: All clients that can be reached; what they are asked here is not charged to the run.
+        """
         yield from ()
 
 

@@ -1,18 +1,152 @@
-"""Least squares from sums over rows: by φᵀφ, or by products of it with vectors where that has too many numbers.
+"""Least squares in every cluster from sums over rows: by φᵀφ, or by products of it where that has too many numbers.
 
 What is solved for is a change of the present models, so directions that no row has are left as they are, and rounding
-errors of the sums are those of a small number. Everything is for k clusters at once, on the server, in float64.
+errors of the sums are those of a small number. The server solves for k clusters at once, in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from coterie.core.cohort import Cohort
+from coterie.core.features import is_linear, require_linear
+from coterie.core.local import nearest
+from coterie.core.pytree import Outer, Params, exact, flat, take, unflat
+from coterie.core.step import ClientStep, Local, Reply, client_step
+from coterie.core.sums import Sums
+from coterie.core.task import Data, Task
+from coterie.core.train import SECRECY
+from coterie.parts.residuals import features, residuals
+from coterie.parts.soft_labels import softly
+
+LARGEST = 512  # parameters up to which clients send φᵀφ, of d² numbers
 NARROW = 1e-10  # of the largest eigenvalue of correlations: a direction with less is one that no row has
 SOLVED = 1e-20  # of the squared length of b, as preconditioned: conjugate gradients have arrived
+
+Solver = Literal["least_squares", "conjugate"]
+Kept = Tensor | tuple[()]
+
+
+class Towards(NamedTuple):
+    """The message of a step of conjugate gradients."""
+
+    theta: Params  # (k, …)
+    direction: Tensor  # (k, d)
+
+
+class LeastSquares:
+    """For methods of `k` clusters whose models become those that fit their clients' rows best.
+
+    A `fraction` of the clients takes part in a round, each in one cluster or, if `soft`, with a share in every one.
+    `tau` is the number of conjugate steps in a round. The state says in `refine` by what models are refined.
+    """
+
+    k: int
+    tau: int
+    soft: bool
+    fraction: float
+
+    def solves(self, state: Any) -> bool:
+        """Whether models are refined by least squares."""
+        return state.refine in ("least_squares", "conjugate")
+
+    def settled(
+        self, refine: Solver | Literal["auto"], task: Task, d: int, cohort: Cohort
+    ) -> Solver | Literal["fedavg"]:
+        """What "auto" is for models of d parameters, which is said in the log; what is asked for by name is checked."""
+        name, rows = type(self).__name__, cohort.federation.train.x[:2]
+        if refine != "auto":
+            require_linear(task, rows, f"{name}: refine='{refine}'")
+            if refine == "conjugate" and self.soft:
+                raise ValueError(f"{name}: refine='conjugate' takes hard labels only, got soft=True")
+            return refine
+        linear = is_linear(task, rows)
+        large = "fedavg" if self.soft else "conjugate"  # which knows no soft labels
+        found = ("least_squares" if d <= LARGEST else large) if linear else "fedavg"
+        why = "" if linear else ", for this is no regression that is linear in its parameters"
+        cohort.log(f"refine={found}{why}: {_sent(found, d, self.tau)}")
+        return found
+
+    # --- what a client does --------------------------------------------------------------------------------------
+
+    @client_step
+    def normal_step(self, task: Task) -> ClientStep:
+        """Choose a model; the client's part of that cluster's normal equations."""
+
+        def run(sent: Params, local: Local) -> Reply:
+            j, loss = nearest(task, sent, local.data)
+            part = _normal(task, take(sent, j), local.data)
+            return Reply(part, local.data.mask.sum(), j, {"label": j, "loss": loss})
+
+        return ClientStep(run, secrecy=SECRECY)
+
+    @client_step
+    def soft_normal_step(self, task: Task) -> ClientStep:
+        """The client's part of all clusters' normal equations, by its shares in them."""
+        return softly(task, self.k, lambda theta, data, lr: _normal(task, theta, data))
+
+    @client_step
+    def residual_step(self, task: Task) -> ClientStep:
+        """Choose a model; with what conjugate gradients begin: φᵀ(y - φθ), and the diagonal of φᵀφ."""
+
+        def run(sent: Params, local: Local) -> Reply:
+            j, loss = nearest(task, sent, local.data)
+            phi, off = _rows(task, take(sent, j), local.data)
+            part = {"pull": phi.T @ off, "scale": phi.square().sum(0)}
+            return Reply(part, slot=j, note={"label": j, "loss": loss})
+
+        return ClientStep(run, secrecy=SECRECY)
+
+    @client_step
+    def product_step(self, task: Task) -> ClientStep:
+        """A step of conjugate gradients: φᵀφ times the direction of the client's cluster."""
+
+        def run(sent: Towards, local: Local) -> Reply:
+            j, _ = nearest(task, sent.theta, local.data)
+            phi, _ = _rows(task, take(sent.theta, j), local.data)
+            return Reply(phi.T @ (phi @ take(sent.direction, j)), slot=j)
+
+        return ClientStep(run)
+
+    # --- what the server does ------------------------------------------------------------------------------------
+
+    def solve(self, theta: Params, sums: Sums, kept: Kept, share: float) -> tuple[Params, Kept]:
+        """The models that fit best by the sums of a normal step, and what is kept of these.
+
+        Samples of the clients are remembered for as long as all take a turn: older sums count 1 - `share` of the next.
+        """
+        old, total = exact(flat(theta)), exact(sums.update["moved"] if self.soft else sums.update)
+        if self.fraction < 1:
+            total = _about(total, -old)  # in terms of y, not of residuals
+            total = kept = total if isinstance(kept, tuple) else total + (1 - share) * exact(kept)
+            total = _about(total, old)
+        return _changed(theta, least_squares(total[:, :, :-1], total[:, :, -1])), kept
+
+    def approach(self, theta: Params, sums: Sums, share: float, chosen: Cohort) -> Params:
+        """The same by conjugate steps after a residual step, `share` of the way, so that rounds of samples average."""
+
+        def times(direction: Tensor) -> Tensor:
+            return exact(chosen.combine(self.product_step, Towards(theta, direction), slots=self.k).update)
+
+        change = conjugate(times, exact(sums.update["pull"]), exact(sums.update["scale"]), self.tau)
+        return _changed(theta, share * change)
+
+
+def moved(old: Params, new: Params) -> float:
+    """The longest way that a model went, over the distance of models from their mean; of one model, its length.
+
+    Example:
+        >>> moved({"w": torch.tensor([[0.0], [4.0]])}, {"w": torch.tensor([[1.0], [5.0]])})
+        0.5
+    """
+    before, after = exact(flat(old)), exact(flat(new))
+    apart = after - after.mean(0)
+    far = apart if bool(apart.any()) else after
+    return float((after - before).norm(dim=1).max() / far.norm(dim=1).max().clamp(min=1e-300))
 
 
 def least_squares(gram: Tensor, pull: Tensor) -> Tensor:
@@ -55,3 +189,35 @@ def conjugate(times: Callable[[Tensor], Tensor], pull: Tensor, scale: Tensor, st
         size, old = dot(left, inverse * left), size
         p = inverse * left + torch.where(going, size / old.clamp(min=tiny), 0.0) * p
     return x
+
+
+def _sent(refine: str, d: int, tau: int) -> str:
+    """What a client sends, for the log."""
+    numbers = {"least_squares": d * (d + 1), "conjugate": (tau + 2) * d, "fedavg": d}[refine]
+    exchanges = f", in {tau + 1} exchanges" if refine == "conjugate" else ""
+    end = "" if refine == "fedavg" else ", until models no longer move"
+    return f"{numbers} numbers up per client and round{exchanges}{end}"
+
+
+def _rows(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
+    """φ (n, d) and y - ⟨φ, θ⟩ (n,) of a client's rows, as float64: what is solved for are differences of their sums."""
+    phi = (features(task, data) * data.mask[:, None]).double()
+    return phi, residuals(phi, data, flat(theta, 0)[None].double())[:, 0]
+
+
+def _normal(task: Task, theta: Params, data: Data) -> Outer:
+    """φᵀφ and φᵀ(y - φθ) side by side (d, d + 1), over a client's number of rows, by which it counts."""
+    phi, off = _rows(task, theta, data)
+    return Outer(phi / data.mask.sum(), torch.cat([phi, off[:, None]], 1))
+
+
+def _about(normal: Tensor, theta: Tensor) -> Tensor:
+    """Normal equations (k, d, d + 1) for a change from a + θ (k, d), where they were for one from a."""
+    gram, pull = normal[:, :, :-1], normal[:, :, -1:]
+    return torch.cat([gram, pull - gram @ theta[:, :, None]], 2)
+
+
+def _changed(theta: Params, change: Tensor) -> Params:
+    """Models (k, …) after a change (k, d) in float64."""
+    old = flat(theta)
+    return unflat((exact(old) + change).to(old), take(theta, 0))

@@ -277,12 +277,18 @@ class Loop:
         path = self.record and self.record.path
         return Run(self.method, state, self.history[:done], path, self.cohort, score)
 
+    def _doubts(self) -> list[str]:
+        """What the method says against the last state; clients that it asks are asked by all processes of a run."""
+        t = max(0, self.now.done - 1)
+        return self.membership.perform(lambda c: list(self.method.doubts(self.state, c.at(t).uncharged())))
+
     def _finish(self) -> Run:
         run = self._result()
         scored = run.score  # by all processes of a run together
         losses = [row["loss"] for row in run.history if row["loss"] is not None]
+        doubts = self._doubts()
         if self.cohort.engine.leads:
-            run.warnings.extend(self.method.doubts(run.state))
+            run.warnings.extend(doubts)
         if self.cohort.engine.leads and not self.method.needs.points:  # their losses may go up: shrinking raises them
             run.warnings.extend(sanity.doubts(losses, scored, self.cohort.engine))
         for warning in run.warnings:
