@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -124,6 +124,10 @@ class Method(ABC):
     def tree(self, state: Any) -> ModelTree | None:
         """The models on the way to the clusters' models, for methods that split; None for others."""
         return None
+
+    def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
+        """What speaks against the result when a run ends, a sentence each. Clients may be asked, uncharged."""
+        yield from ()
 
     def done(self, state: Any) -> bool:
         """Whether there is nothing left to do."""
