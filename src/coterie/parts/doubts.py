@@ -15,6 +15,7 @@ from coterie.core.pytree import Params, tree_map
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Task
 from coterie.parts.choosing import Choosing
+from coterie.parts.kmeans import linked
 
 FEW = 0.1  # of the rows that a cluster would have if all had as many
 NO_GAIN, ALIKE = 1.0, 2.0  # standard errors: a few clients may be all that gains, but of two clusters everybody does
@@ -86,12 +87,15 @@ def superfluous(losses: Tensor, labels: Tensor) -> Iterator[str]:
     if not _gains((losses - own)[:, losses.mean(0).argmin()], NO_GAIN):
         yield f"{k} models serve clients no better on test rows than one does: try FedAvg, or a smaller k"
         return
-    there = labels.unique().tolist()
-    for a, b in combinations(there, 2):
+    close = torch.eye(k, dtype=torch.bool)
+    for a, b in combinations(labels.unique().tolist(), 2):
         either = (labels == a) | (labels == b)
         other = torch.where(labels == a, losses[:, b], losses[:, a])
-        if not _gains((other - own[:, 0])[either], ALIKE):
-            yield f"clusters {a} and {b} are near-copies: their clients are served as well by either; try a smaller k"
+        close[a, b] = close[b, a] = not _gains((other - own[:, 0])[either], ALIKE)
+    for group in linked(close):
+        if len(names := [str(j) for j in group.nonzero().flatten().tolist()]) > 1:
+            which = f"{', '.join(names[:-1])} and {names[-1]}"
+            yield f"clusters {which} are near-copies: their clients are served as well by any of them; try a smaller k"
 
 
 def _gains(differences: Tensor, errors: float) -> bool:
