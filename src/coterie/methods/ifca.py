@@ -60,8 +60,10 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         normalise: Option I divides the summed gradients by the cluster's own weight ("cluster") or by that of all m
             clients ("all", as printed). As printed the larger cluster takes the larger step and tends to win everybody.
         init: The start: "tournament", "farthest_first", "random" (the paper's), "balanced", "random_groups", one of
-            their classes with settings of your own, or k state dicts. The tournament finds groups where the others
-            lose some, and costs some exchanges in which the server sees the models of up to 200 clients.
+            their classes with settings of your own, or k state dicts. None takes the tournament, which finds groups
+            where the others lose some, and costs some exchanges in which the server sees the models of up to 200
+            clients; or with `shared`, farthest-first: its models are not trained for so long that their shared
+            parameters no longer go together.
         restarts: Starts that are run side by side; the best by held-out loss is kept.
         holdout: Share of each client's rows that is kept out of the rounds' training to compare restarts (only if
             restarts > 1; 0 compares by training loss). Starts that train, such as farthest-first, use all rows, but the
@@ -87,7 +89,7 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
     k: int = setting(low=1)
     average: Literal["model", "gradient"] = "model"
     normalise: Literal["cluster", "all"] = "cluster"
-    init: str | Start | Sequence[Params] = "tournament"
+    init: str | Start | Sequence[Params] | None = None
     restarts: int = setting(1, low=1)
     holdout: float = setting(0.2, low=0, high=0.9)
     shared: tuple[str, ...] = ()
@@ -99,7 +101,8 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial models, r times k of them."""
         self._check(task, cohort)
-        draw = find_start(self.init, self.k)
+        default = "farthest_first" if self.shared else "tournament"
+        draw = find_start(default if self.init is None else self.init, self.k)
         theta = self.tied(self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r))))
         never, none = torch.full((self.restarts, cohort.population), -1), torch.zeros(self.restarts, self.k).long()
         moments = self.begin_server(_in_line(theta), task)
