@@ -28,7 +28,7 @@ def small_gan(**settings):
 def test_separated_clusters_are_found():
     federation = ct.data.gaussian_clusters(k=3, p=0.0, seed=0, clients=2, points=200, d=8, separation=2.0, sigma=0.2)
     make = partial(ct.models.GAN, (8,), k=3, dz=2, hidden=(64,))
-    algorithm = ct.ClusterGAN(k=3, critic=3, lr=3e-3)
+    algorithm = ct.ClusterGAN(k=3, critic=3)
     run = ct.fit(algorithm, ct.Task.adversarial(make()), federation, rounds=10, evaluations=1)
     assert run.purity > 0.95
     found = run.assign(federation.train.x)

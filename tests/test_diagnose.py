@@ -102,7 +102,7 @@ def by_hand(*sizes):
 
 def test_figures_by_hand():
     federation, fit = by_hand(4, 4, 4, 20)
-    found = ct.diagnose(federation, fit(lambda models: ct.FedX(2, lr=0.25, tau=3, init=models)))
+    found = ct.diagnose(federation, fit(lambda models: ct.FedX(2, lr=0.25, tau=3, refine="fedavg", init=models)))
     assert found["χ²(n)"] == pytest.approx(4 * (3 * 4**2 + 20**2) / 32**2 - 1)
     assert (found["p_min"], found["ρ"]) == (0.5, 8 / 32)
     assert found["Δ"] == pytest.approx(4, rel=1e-3)

@@ -230,7 +230,7 @@ def test_clients_that_join_a_settled_ifca_are_sent_their_own_model(task, sites):
 
 @pytest.mark.parametrize("privacy", ["none", "rotation"])
 def test_clients_that_join_cfl_walk_down_the_tree(privacy, task, ragged, sites, tmp_path):
-    algorithm = ct.CFL(schedule=(2, 5), patience=1, privacy=privacy)
+    algorithm = ct.CFL(schedule=(2, 5), patience=1, holdout=0.0, privacy=privacy)
     run = sites.fit(algorithm, task, 8, {6: [lambda: sites.start(2, 7)]}, out=tmp_path / "run")
     parts = [range(6)] * 6 + [range(12)] * 2
     assert [row["participants"] for row in run.history] == [len(part) for part in parts]
@@ -241,7 +241,7 @@ def test_clients_that_join_cfl_walk_down_the_tree(privacy, task, ragged, sites, 
 
 
 def test_clients_join_cfl_before_it_has_split(task, sites, tmp_path):
-    algorithm = ct.CFL(schedule=(3, 6), patience=1)
+    algorithm = ct.CFL(schedule=(3, 6), patience=1, holdout=0.0)
     run = sites.fit(algorithm, task, 8, {1: [lambda: sites.start(2, 7)]}, out=tmp_path / "run")
     assert sites.log[0] == "flower: site 'site-2' joined with 6 clients: 6 in cluster 0"
     assert run.ari == 1.0
@@ -400,7 +400,7 @@ def test_a_stranger_that_cannot_be_placed_does_no_harm(change, task, sites, tmp_
         put_tree(content, "answer", change(get_tree(answer.content, "answer", {})))
         return Message(content, reply_to=answer)
 
-    algorithm = ct.CFL(schedule=(2, 5), patience=1)
+    algorithm = ct.CFL(schedule=(2, 5), patience=1, holdout=0.0)
     undisturbed = sites.fit(algorithm, task, 8)
     sites.grid.spoil = spoil
     run = sites.fit(algorithm, task, 8, {6: [lambda: sites.start(2, 7)]}, out=tmp_path / "run")
@@ -460,7 +460,7 @@ def server(sites, out, algorithm, rounds, at=None, *, resume=False, kill=None, *
 
 
 IFCA = {"name": "ifca", "k": 3, "tau": 2, "fraction": 0.7, "init": "random"}
-CFL = {"name": "cfl", "schedule": [2, 5], "patience": 1}
+CFL = {"name": "cfl", "schedule": [2, 5], "patience": 1, "holdout": 0.0}
 
 
 @pytest.mark.parametrize("algorithm", [IFCA, CFL], ids=["ifca", "cfl"])

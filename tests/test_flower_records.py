@@ -125,6 +125,7 @@ STEPS_SENT = [
     ct.IFCA(k=3, shared=("a", "b"), batch=4).step,
     ct.IFCA(k=2, init=FarthestFirst(clients=5)).choose,
     ct.FedX(k=2, lr=None).curvature,
+    ct.FedX(k=2, refine="conjugate").product_step,
     ct.MixedRegression(k=2, init=ct.MomentDescent(clients=12, noise=0.1)).step,
     ct.MomentDescent().pool,
     ct.UIFCA(k=2, init=ct.Disturbed(0.3)).begin,

@@ -244,6 +244,106 @@ def test_soft_labels_estimate_the_noise():
     assert distance(run.models, ct.data.regression_truth(2, 5)) < 0.05
 
 
+def few_regressions(**settings):
+    """Clients of five to forty rows in three regressions of eight features."""
+    return ct.data.mixed_regression(3, 8, pairs=0, anchors=0, rest=60, rest_rows=(5, 20, 40), seed=1, **settings)
+
+
+def after_a_round(algorithm, federation, executor="vectorised", bias=True):
+    cohort = cohort_of(federation, linear(federation.train.x.shape[1], bias), executor)
+    state = algorithm.start(cohort.task, cohort.at(0), Key.of(0))
+    return algorithm.round(state, cohort.at(0))[0]
+
+
+def fitted(federation, labels, j):
+    """Least squares on the rows of the clients with one label, in double precision."""
+    train = federation.train
+    own = (labels == j).repeat_interleave(train.sizes)
+    return torch.linalg.lstsq(train.x[own].double(), train.y[own].double()).solution
+
+
+@every_executor
+@pytest.mark.parametrize("refine", ["least_squares", "conjugate"])
+def test_a_round_is_least_squares_in_every_cluster(executor, refine):
+    """Whatever the features' scales; conjugate gradients need as many steps as there are parameters."""
+    scales = torch.tensor([100.0, 0.01, 1.0, 3.0, 10.0, 1.0, 1.0, 0.1])
+    federation = few_regressions(toeplitz=0.8).map(lambda i, x, y: (x * scales, y))
+    near = (ct.data.regression_truth(3, 8, seed=1) + 0.1) / scales
+    algorithm = ct.FedX(3, refine=refine, tau=9, init=[{"weight": t[None]} for t in near])
+    after = after_a_round(algorithm, federation, executor, bias=False)
+    for j in range(3):
+        expected = fitted(federation, after.labels, j)
+        assert torch.allclose(flat(after.theta)[j].double() * scales, expected * scales, rtol=1e-3, atol=1e-4)
+
+
+def test_soft_labels_weigh_rows_in_least_squares():
+    federation = few_regressions()
+    start = [{"weight": t[None]} for t in torch.randn(3, 8, generator=torch.Generator().manual_seed(0))]
+    after = after_a_round(ct.FedX(3, soft=True, temperature=5.0, init=start), federation, bias=False)
+    total, pull = torch.zeros(3, 8, 8).double(), torch.zeros(3, 8).double()
+    for i in range(len(federation)):
+        x, y = (v.double() for v in federation.train.client(i))
+        losses = torch.stack([(y - x @ t["weight"][0].double()).square().sum() for t in start])
+        for j, share in enumerate((-losses / 5.0).softmax(0)):
+            total[j] += share * x.T @ x
+            pull[j] += share * x.T @ y
+    assert torch.allclose(flat(after.theta).double(), torch.linalg.solve(total, pull), atol=1e-4)
+
+
+def test_a_cluster_with_few_rows_changes_only_where_it_has_rows():
+    federation = Federation.from_clients([(torch.eye(3)[:2], torch.tensor([5.0, 6.0]))] * 2)
+    after = after_a_round(ct.FedX(1, init=[{"weight": torch.tensor([[1.0, 2.0, 3.0]])}]), federation, bias=False)
+    assert after.theta["weight"].flatten().tolist() == pytest.approx([5.0, 6.0, 3.0])
+
+
+def test_a_run_ends_when_least_squares_no_longer_move_models():
+    run = ct.fit(ct.FedX(3), linear(8), few_regressions(toeplitz=0.8, dof=5.0), rounds=50, evaluations=1)
+    assert 1 < len(run.history) < 20 and run.history[-1]["changed"] == 0 and not run.warnings
+
+
+def test_samples_of_the_clients_add_up():
+    """Each round has a fifth of the clients, but the models are about as good as with all of them."""
+    federation, truth = few_regressions(), ct.data.regression_truth(3, 8, seed=1)
+    run = ct.fit(ct.FedX(3, fraction=0.2), linear(8, bias=False), federation, rounds=40, evaluations=1)
+    oracle = max(float((fitted(federation, federation.groups, j) - truth[j]).norm()) for j in range(3))
+    assert len(run.history) == 40 and distance(run.models, truth) < 1.5 * oracle
+
+
+def test_how_models_are_refined_is_settled_and_said(regression, task, ragged, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="coterie")
+    refined = {}
+    for name, own, federation in (("linear", *regression), ("other", task, ragged)):
+        refined[name] = ct.fit(ct.FedX(3, lr=0.05, init="random"), own, federation, rounds=1).state.refine
+    monkeypatch.setattr("coterie.methods.fedx.LARGEST", 4)
+    refined["large"] = ct.fit(ct.FedX(3, init="random"), *regression, rounds=1).state.refine
+    refined["soft"] = ct.fit(ct.FedX(3, init="random", soft=True), *regression, rounds=1).state.refine
+    assert refined == {"linear": "least_squares", "other": "fedavg", "large": "conjugate", "soft": "fedavg"}
+    assert "refine=least_squares: 30 numbers up per client and round" in caplog.text
+    assert "refine=conjugate: 60 numbers up per client and round, in 11 exchanges" in caplog.text
+
+
+def test_least_squares_are_refused_where_there_are_none(regression, task, ragged):
+    with pytest.raises(ValueError, match="FedX: refine='least_squares': the task must be a regression"):
+        ct.fit(ct.FedX(3, refine="least_squares", lr=0.1), task, ragged, rounds=1)
+    with pytest.raises(ValueError, match="refine='conjugate' takes hard labels only, got soft=True"):
+        ct.fit(ct.FedX(3, refine="conjugate", soft=True), *regression, rounds=1)
+
+
+def test_a_run_says_that_models_still_move():
+    federation = few_regressions(toeplitz=0.9, dof=5.0)
+    run = ct.fit(ct.FedX(3, refine="fedavg"), linear(8), federation, rounds=5, evaluations=1)
+    assert any("models still moved by" in warning for warning in run.warnings)
+
+
+@pytest.mark.parametrize("more", [{"toeplitz": 0.8}, {"dof": 5.0}, {"toeplitz": 0.8, "dof": 5.0, "p": (0.6, 0.3, 0.1)}])
+def test_features_that_are_correlated_or_heavy_tailed(more):
+    """Gradient steps end twenty times further from the truth than the oracle."""
+    federation, truth = ct.data.mixed_regression(3, 10, seed=0, **more), ct.data.regression_truth(3, 10)
+    run = ct.fit(ct.MixedRegression(k=3), linear(10, bias=False), federation, rounds=30, evaluations=1)
+    oracle = max(float((fitted(federation, federation.groups, j) - truth[j]).norm()) for j in range(3))
+    assert distance(run.models, truth) < 1.5 * oracle
+
+
 def test_step_size_is_below_the_limit(regression):
     task, federation = regression
     algorithm = ct.FedX(k=3, init="random")
@@ -271,15 +371,39 @@ def fails(federation, message, task=None, **settings):
 def test_bad_input_is_named():
     few = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=3, anchor_rows=30, pairs=50, rest=0)
     fails(
-        few, r"needs 144 rows .* but 0 of 53 clients have so many \(the largest has 30\); with reuse=True it needs 24"
+        few,
+        r"needs 144 rows .* but 0 of 53 clients have so many \(the largest has 30\); with reuse=True it needs 24",
+        reuse=False,
+        ell=12,
     )
-    fails(few, "an anchor client needs 40 rows .* a smaller ell", ell=20, reuse=True)
-    fails(few, r"6 iterations need about 1728 clients .* 288 each, but there are 50; reuse=True", ell=2)
-    fails(few, "6 iterations need about 60 clients .* 10 each, but there are 50", ell=2, clients=10)
+    fails(few, "an anchor client needs 40 rows .* ell=15 would do", ell=20)
+    fails(few.select(range(3, 53)), "needs 12 rows .*; IFCA with restarts needs no anchors")
+    fresh = {"ell": 2, "reuse": False}
+    fails(few, r"6 iterations need about 1728 clients .* 288 each, but there are 50; reuse=True", **fresh)
+    fails(few, "6 iterations need about 60 clients .* 10 each, but there are 50", clients=10, **fresh)
     fails(few, "merge='distance' needs delta", merge="distance")
     single = ct.data.mixed_regression(k=2, d=4, seed=0, anchors=3, anchor_rows=30, pairs=0, rest=5, rest_rows=(1,))
     fails(single, "no client besides the 3 anchors has two rows", ell=2, reuse=True)
     fails(few, "anchors must be at least k = 2, got 1", anchors=1)
+
+
+@pytest.mark.parametrize(
+    "settings, sizes, expected",
+    [
+        ({}, {"anchors": 20, "anchor_rows": 144}, (12, False)),  # enough for six iterations
+        ({}, {"anchors": 20, "anchor_rows": 100}, (12, True)),
+        ({}, {"anchors": 20, "anchor_rows": 16}, (8, True)),
+        ({}, {"anchors": 20, "anchor_rows": 144, "pairs": 50}, (12, True)),  # too few other clients
+        ({"reuse": False}, {"anchors": 20, "anchor_rows": 100}, (8, False)),
+        ({"ell": 5}, {"anchors": 20, "anchor_rows": 100}, (5, False)),
+        ({"reuse": True}, {"anchors": 20, "anchor_rows": 144}, (12, True)),
+    ],
+)
+def test_what_clients_have_settles_ell_and_reuse(settings, sizes, expected):
+    federation = ct.data.mixed_regression(k=2, d=4, seed=0, rest=0, **sizes)
+    cohort = cohort_of(federation, linear(4)).at(0)
+    list(ct.MomentDescent(**settings).descent(2, cohort.task, cohort, Key.of(0)))
+    assert f"moment descent (ell={expected[0]}, reuse={expected[1]}): 11 anchors" in cohort.ledger.messages[0]
 
 
 def anchors_at(theta, white=None):
@@ -337,6 +461,9 @@ def test_a_target_that_is_no_number_is_refused():
         ({"spread": (2.0, 1.0)}, "spread must be"),
         ({"tail": 0.0}, "tail must be above 0"),
         ({"rest_rows": (0,)}, "rest_rows must be"),
+        ({"toeplitz": 1.0}, "toeplitz must be between -1 and 1, got 1.0"),
+        ({"toeplitz": 0.5, "spread": (0.5, 1.0)}, "spread or toeplitz, not both"),
+        ({"dof": 2.0}, "dof must be above 2, got 2.0"),
         ({"pairs": -5}, "there cannot be -5 clients of 2 rows each"),
         ({"anchors": 0, "pairs": 0, "rest": 0}, "at least one client"),
     ],
@@ -358,6 +485,20 @@ def test_the_data_are_what_they_say():
     for j in range(2):
         values = torch.linalg.eigvalsh(torch.cov(made.train.x[of == j].T))
         assert float(values[0]) > 0.4 and float(values[-1]) < 3.4 and float(values[-1] - values[0]) > 0.5
+
+
+def test_features_are_correlated_and_heavy_tailed_as_they_say():
+    made = ct.data.mixed_regression(2, 4, seed=5, pairs=20000, rest=0, toeplitz=0.8, dof=5.0).train.x
+    normal = ct.data.mixed_regression(2, 4, seed=5, pairs=20000, rest=0, toeplitz=0.8).train.x
+    at = torch.arange(4.0)
+    expected = 0.8 ** (at[:, None] - at).abs()
+    assert torch.allclose(torch.cov(normal.T), expected, atol=0.03)
+    assert torch.allclose(torch.cov(made.T), expected, atol=0.06)
+    stretch = made / normal
+    assert torch.allclose(stretch, stretch[:, :1].expand_as(stretch), rtol=1e-3)  # one factor for each row
+    # The fourth moment of t with 5 degrees of freedom is barely finite; quantiles are not at its mercy.
+    far = float((made[:, 0].abs() > 3).float().mean())
+    assert 0.010 < far < 0.014  # P(|t| > 3·√(5/3)) = 0.0117; of a normal one 0.0027
 
 
 def test_large_clients_may_fill_an_iteration_alone():

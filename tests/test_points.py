@@ -18,6 +18,7 @@ from coterie.engines import simulated
 from coterie.methods.kfed import KFED
 from coterie.parts.held_out import held_out, surprise
 from coterie.parts.kmeans import lloyd, seeded, spread
+from coterie.parts.mixture import own_shares
 from coterie.parts.shrinkage import Moments, covariances
 
 
@@ -80,7 +81,14 @@ def test_of_several_restarts_the_one_that_overfits_most_is_not_kept(seed):
 def test_without_shrinking_held_out_points_prefer_a_wrong_restart(seed):
     """A limit that is known: the docs tell of it."""
     federation, _ = two_gaussians(800, seed)
-    run = ct.fit(ct.UIFCA(k=2, shrink=False), flow(), federation, rounds=30, seed=seed, evaluations=1)
+    run = ct.fit(
+        ct.UIFCA(k=2, init="mixed", mixture=False, shrink=False),
+        flow(),
+        federation,
+        rounds=30,
+        seed=seed,
+        evaluations=1,
+    )
     assert run.purity < 0.6
 
 
@@ -151,7 +159,7 @@ def test_diverged_models_and_points_that_are_not_held_out():
     held = torch.tensor([1, 0, 1])
     local = Local(rows(torch.zeros(3, 2)), {"held": held}, ())
     losses = torch.tensor([[[1.0, 9.0, 3.0], [torch.nan, torch.inf, -torch.inf]]])
-    assert float(surprise(losses, torch.tensor([[1.0, 0.0]]), local)) == 4.0
+    assert surprise(losses, torch.tensor([[1.0, 0.0]]), local).tolist() == [[1.0, 0.0, 3.0]]
     assert torch.isfinite(surprise(losses, torch.tensor([[0.0, 0.0]]), local)).all()
 
 
@@ -172,11 +180,93 @@ def test_where_kfed_finds_too_few_centres_restarts_begin_at_random(caplog):
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     one_group = Federation.from_clients([(x[:30], torch.zeros(30)), (x[30:], torch.zeros(30))])
     why = "begins with k-FED, which found 3 centres for k = 5"
-    assert ct.fit(ct.UIFCA(k=5), flow(4), one_group, rounds=2).state.sizes.sum(1).tolist() == [60.0] * 10
+    mixed = ct.fit(ct.UIFCA(k=5, init="mixed"), flow(4), one_group, rounds=2)
+    assert mixed.state.sizes.sum(1).tolist() == [60.0] * 10
     told = [r.getMessage() for r in caplog.records]
     assert told == [f"UIFCA: init 'mixed' {why}; all restarts begin with a random assignment"]
     with pytest.raises(ValueError, match=f"UIFCA: init 'kfed' {why}; init='random' does without"):
         ct.fit(ct.UIFCA(k=5, init="kfed"), flow(4), one_group, rounds=2)
+
+
+def test_centres_of_clients_will_do_where_kfed_finds_too_few(caplog):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    one_group = Federation.from_clients([(x[:30], torch.zeros(30)), (x[30:], torch.zeros(30))])
+    assert ct.fit(ct.UIFCA(k=5), flow(4), one_group, rounds=2).state.sizes.sum(1).tolist() == [60.0] * 10
+    assert not caplog.records
+    same = Federation.from_clients([(point.repeat(2, 1), torch.zeros(2)) for point in torch.eye(2)])
+    cohort = simulated(same, flow(2), Key.of(0), executor="sequential").at(0)
+    caplog.clear()
+    ct.UIFCA(k=4, ridge=1.0).start(cohort.task, cohort, Key.of(0))
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told.startswith("UIFCA: init 'centres' begins with k-FED, which found") and "random assignment" in told
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_clusters_of_unequal_weight_are_found_by_the_mixture_alone(seed):
+    """Who counts all clusters alike gives the large one's points away."""
+    weights = (0.7, 0.1, 0.1, 0.1)
+    federation = ct.data.gaussian_clusters(k=4, seed=seed, d=8, points=500, separation=2.0, weights=weights)
+    plain, mixed = (
+        ct.fit(ct.UIFCA(k=4, mixture=mixture), flow(8), federation, rounds=20, seed=seed, evaluations=1)
+        for mixture in (False, True)
+    )
+    assert mixed.purity > 0.92 > plain.purity + 0.05
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_a_clients_own_shares_tell_more_than_its_points_do(p):
+    """Clusters overlap, so that nobody could tell a point of no client; k-FED finds those of clients with p = 1."""
+    federation = ct.data.gaussian_clusters(k=3, p=p, seed=0, points=300, d=2, separation=3.0)
+    run = ct.fit(ct.UIFCA(k=3), flow(2), federation, rounds=20, evaluations=1)
+    centres = gaussian_centres(3, 2, 3.0, 0)
+    bayes = float((torch.cdist(federation.train.x, centres).argmin(1) == federation.train.y).float().mean())
+    assert run.purity > bayes + 0.01
+    assert run.purity > ct.fit(ct.KFED(k=3), None, federation, rounds=1).purity - 0.01
+
+
+def test_with_few_points_a_client_takes_the_shares_of_all():
+    losses = torch.tensor([[0.0, 0.0], [3.0, 3.0]])
+    share = torch.tensor([0.2, 0.8])
+    none, two, many = (own_shares(losses.repeat(1, n), share, torch.ones(2 * n)) for n in (0, 1, 500))
+    assert torch.equal(none, share) and 0.2 < two[0] < 0.55 and many[0] > 0.98
+    lost = own_shares(torch.full((2, 4), torch.nan), share, torch.ones(4))
+    assert torch.allclose(lost, share, atol=0.01)
+
+
+def test_models_of_a_mixture_are_those_of_expectation_maximisation():
+    """One round from given models is one step of EM; a single client's shares are those of all, for their prior is."""
+    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 1.0])
+    federation = Federation.from_clients([(x, None)])
+    means = torch.tensor([[-2.0, 0.0], [2.0, 0.0]])
+    given = [ct.models.AffineFlow.from_moments(m, torch.eye(2)) for m in means]
+    algorithm = ct.UIFCA(k=2, init=given, restarts=1, shrink=False, ridge=0.0)
+    cohort = simulated(federation, flow(2), Key.of(0), executor="sequential").at(0)
+    first = algorithm.start(cohort.task, cohort, Key.of(0))
+    second, _ = algorithm.round(first, cohort)
+    third, _ = algorithm.round(second, cohort)
+    losses = stack([flow(2).loss({n: t[0, j] for n, t in second.theta.items()}, rows(x)) for j in range(2)])
+    own = own_shares(losses, second.share[0], torch.ones(200))
+    weight = (own.log()[:, None] - losses).softmax(0).double()
+    mean = weight @ x.double() / weight.sum(1, keepdim=True)
+    found = torch.linalg.solve(third.theta["weight"][0], -third.theta["bias"][0][..., None])[..., 0]
+    assert torch.allclose(found, mean.float(), atol=1e-4)
+    assert torch.allclose(third.share[0], (weight.sum(1) / 200).float(), atol=1e-5)
+
+
+def test_the_restart_from_kfed_is_kept_unless_another_is_clearly_better():
+    """Held-out points are few: judged by them alone, 66 % of these end in their clusters."""
+    federation = ct.data.gaussian_clusters(k=3, d=4, separation=2.0, points=150, seed=4)
+    run = ct.fit(ct.UIFCA(k=3), flow(4), federation, rounds=20, seed=4, evaluations=1)
+    assert run.purity > 0.8
+
+
+def test_points_are_assigned_as_in_training_by_each_client():
+    federation = ct.data.gaussian_clusters(k=3, p=1.0, seed=1, points=100, d=2, separation=2.0)
+    run = ct.fit(ct.UIFCA(k=3), flow(2), federation, rounds=20, evaluations=1)
+    found = np.concatenate([run.assign(federation.train.client(i)[0]) for i in range(3)])
+    table = run.scores.tables.sum(0)
+    assert np.array_equal(np.bincount(found, minlength=3), table.sum(1))
+    assert np.array_equal(np.bincount(found, minlength=3), run.state.sizes[run.state.quality.argmin()].numpy())
 
 
 def test_held_out_points_train_no_model_of_several_restarts():
@@ -304,7 +394,7 @@ def test_without_a_ridge_what_has_no_density_is_refused(caplog):
 
 
 def test_a_start_of_another_algorithms_is_refused(points):
-    with pytest.raises(ValueError, match="UIFCA: init must be 'mixed' or 'random' or 'kfed' or Disturbed"):
+    with pytest.raises(ValueError, match="UIFCA: init must be 'centres' or 'mixed' or 'random' or 'kfed' or D"):
         ct.fit(ct.UIFCA(k=3, init="balanced"), ct.Task.density(ct.models.AffineFlow(6)), points, rounds=1)
 
 
@@ -335,6 +425,10 @@ def test_bad_input_is_named():
         ct.fit(ct.IFCA(k=2), None, tiny, rounds=1)
     with pytest.raises(ValueError, match="p must be between 0 and 1, got 2"):
         ct.data.gaussian_clusters(p=2)
+    with pytest.raises(ValueError, match="weights must be 3 numbers of at least 0 that are not all 0, got"):
+        ct.data.gaussian_clusters(k=3, weights=(0.5, 0.5))
+    with pytest.raises(ValueError, match=r"gaussian_clusters: stretch must be at least 1, got 0\.5"):
+        ct.data.gaussian_clusters(k=3, stretch=0.5)
     with pytest.raises(ValueError, match="subspace must be 1 to d = 4, got 5"):
         ct.data.subspace_clusters(d=4, subspace=5)
     for rows in (torch.rand(9), torch.ones(9, 2, dtype=torch.long)):
@@ -397,6 +491,15 @@ def test_steps_that_are_too_large_are_told():
     made = ct.data.gaussian_clusters(k=3, points=60, d=5)
     with pytest.raises(ct.Diverged, match="round 1: a model has a matrix without an inverse; a smaller lr"):
         ct.fit(ct.UIFCA(k=3, closed=False, lr=10.0), flow(5), made, rounds=5)
+
+
+def test_clusters_have_their_weights_and_shapes():
+    made = ct.data.gaussian_clusters(k=3, clients=2, points=2000, d=3, stretch=4.0, weights=(6.0, 3.0, 1.0)).train
+    assert torch.allclose(made.y.bincount() / 4000, torch.tensor([0.6, 0.3, 0.1]), atol=0.03)
+    width = stack([torch.linalg.eigvalsh(made.x[made.y == j].T.cov()).sqrt() for j in range(3)])
+    assert width.min() > 0.2 and width.max() < 4.5 and (width[:, -1] / width[:, 0]).max() > 2
+    plain = ct.data.gaussian_clusters(k=3, points=10).train
+    assert torch.equal(plain.x, ct.data.gaussian_clusters(k=3, points=10, stretch=1.0, weights=None).train.x)
 
 
 def test_no_two_clusters_have_one_centre():

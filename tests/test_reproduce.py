@@ -5,7 +5,7 @@ import json
 import pytest
 
 from coterie.data.source import folder
-from coterie_lab.reproduce import experiments, reproduce
+from coterie_lab.reproduce import experiments, reproduce, robustness
 
 
 def needs(file, name):
@@ -61,6 +61,16 @@ def test_clients_of_one_row_do_no_harm(tmp_path):
 def test_both_phases_bear_other_covariances_and_a_small_cluster(tmp_path):
     row = quick("fedx-covariances", tmp_path)["rows"][0]
     assert row["found"] == row["at most 1.5 oracle"] == 2
+
+
+def test_models_of_a_mixed_regression_are_held_to_the_oracle():
+    problem = {"data": {"name": "mixed_regression", "k": 2, "d": 5, "sigma": 0.1, "toeplitz": 0.8}}
+    cells = {}
+    for refine in ("auto", "fedavg"):
+        method = {"rounds": 10, "algorithm": {"name": "mixed_regression", "k": 2, "refine": refine}}
+        cells[refine] = robustness.SCORES["models"](problem, method, 0)
+    assert cells["auto"]["right"] and cells["auto"]["score"] < 1.5 and cells["auto"]["labels"] > 0.95
+    assert not cells["fedavg"]["right"] and cells["fedavg"]["score"] > 1.5 and cells["fedavg"]["warned"]
 
 
 def test_fedx_contracts_as_lemma_1_says(tmp_path):
@@ -139,6 +149,17 @@ def test_uifca_groups_points_that_kfed_cannot(tmp_path):
     found = {(r["data"], r["method"]): r["purity"] for r in quick("uifca-table41", tmp_path)["rows"]}
     assert found["Gaussian, K = 3", "UIFCA"] == found["Gaussian, K = 3", "k-FED"] == 100
     assert found["subspaces, K = 3", "UIFCA"] == 100 and found["subspaces, K = 3", "k-FED"] < 60
+
+
+def test_points_are_scored_beside_a_mixture_of_all_of_them():
+    data = {"name": "gaussian_clusters", "k": 2, "d": 2, "points": 60, "separation": 3.0, "weights": [0.8, 0.2]}
+    cell = robustness.SCORES["points"]({"data": data}, {"algorithm": {"name": "uifca"}, "rounds": 9}, 0)
+    assert cell["right"] and cell["score"] >= cell["beside"]["mixture"] - 0.02 and cell["bytes"] > 0
+    assert 0.8 <= cell["beside"]["k-FED"] <= 1.0
+    poor = robustness.SCORES["points"](
+        {"data": data}, {"algorithm": {"name": "uifca", "init": "random"}, "rounds": 1}, 0
+    )
+    assert not poor["right"] and poor["score"] < poor["beside"]["mixture"] - 0.02
 
 
 def test_points_find_their_cluster_from_a_random_assignment_the_sooner_the_more_clients_differ(tmp_path):

@@ -64,8 +64,9 @@ def _assign_points(
     x, _, client = _read(path, targets=False, columns=columns)
     clients = _by_client(x.astype(np.float32), np.zeros(len(x), dtype=np.int64), client)
     clients.check(task)
-    labels = assign(algorithm, state, task, x.astype(np.float32), None)
-    assert isinstance(labels, np.ndarray)  # because the method groups points
+    labels = np.empty(len(x), dtype=np.int64)
+    for name in np.unique(client):  # a client's points tell its shares of the clusters
+        labels[client == name] = assign(algorithm, state, task, x[client == name].astype(np.float32), None)
     pairs = zip(client.tolist(), labels.tolist(), strict=True)
     return [{"client": str(name), "row": row, "cluster": cluster} for row, (name, cluster) in enumerate(pairs)]
 

@@ -157,7 +157,15 @@ class PointMethod(Method):
 
     @abstractmethod
     def points(self, task: Task) -> ClientStep:
-        """A client step, sent the models: the cluster of every row, in the note "label" (n,)."""
+        """A client step, sent what `asked` returns: the cluster of every row, in the note "label" (n,)."""
+
+    def asked(self, state: Any) -> Any:
+        """What the step `points` is sent: the models."""
+        return self.models(state)
+
+    def models_asked(self, sent: Any) -> Params:
+        """The models in what `asked` returned."""
+        return sent
 
     def assign_points(self, state: Any, task: Task, data: Data) -> Tensor:
         """The cluster of every row of a client that may have taken no part (n,)."""
@@ -177,7 +185,7 @@ class PointMethod(Method):
 
     def place(self, state: Any, cohort: Cohort) -> Tensor:
         """The commonest cluster among each client's points."""
-        return cohort.gather(self.commonest, self.models(state), slots=self.k).slot
+        return cohort.gather(self.commonest, self.asked(state), slots=self.k).slot
 
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The commonest cluster among these points."""
@@ -188,8 +196,8 @@ class PointMethod(Method):
         """The commonest cluster among a client's points."""
         inner = self.points(task)
 
-        def run(theta: Params, local: Local) -> Reply:
-            label = inner.run(theta, local).note["label"]
+        def run(sent: Any, local: Local) -> Reply:
+            label = inner.run(sent, local).note["label"]
             return Reply(slot=membership(label, self.k, local.data.mask).sum(0).argmax())
 
         return ClientStep(run, inner.draw)

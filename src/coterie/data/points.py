@@ -12,7 +12,7 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.data.source import dataset
 
-_TRUTH, _LABELS, _POINTS = range(3)  # independent random streams of a seed
+_TRUTH, _LABELS, _POINTS, _SHAPES = range(4)  # independent random streams of a seed
 
 
 @dataset
@@ -26,6 +26,8 @@ def gaussian_clusters(
     d: int = 32,
     separation: float = 5.0,
     sigma: float = 1.0,
+    stretch: float = 1.0,
+    weights: tuple[float, ...] | None = None,
 ) -> Federation:
     """Points around k centres, whose coordinates are 0 or R with equal probability.
 
@@ -39,14 +41,35 @@ def gaussian_clusters(
         d: Number of dimensions.
         separation: The coordinate R.
         sigma: Standard deviation of the points around their centre.
+        stretch: Every cluster is an ellipsoid of its own: along random axes, sigma is multiplied by factors between
+            1 / stretch and stretch. 1 makes all clusters round.
+        weights: The share of each cluster among the points that belong to any cluster; None makes all equal.
 
     Example:
         >>> federation = gaussian_clusters(k=4, p=1.0, points=10)
         >>> [y.unique().tolist() for _, y in (federation.train.client(i) for i in range(4))]
         [[0], [1], [2], [3]]
+        >>> gaussian_clusters(k=3, weights=(0.8, 0.1, 0.1), points=100).train.y.bincount().tolist()
+        [237, 29, 34]
     """
     centres = gaussian_centres(k, d, separation, seed)
-    return _federation(k, p, seed, clients, points, d, lambda z, noise: centres[z] + sigma * noise)
+    if stretch < 1:
+        raise ValueError(f"gaussian_clusters: stretch must be at least 1, got {stretch}")
+    if stretch == 1:
+        return _federation(k, p, seed, clients, points, d, lambda z, noise: centres[z] + sigma * noise, weights)
+    shapes = sigma * _ellipsoids(k, d, stretch, Key.of(seed).fold(_SHAPES))
+
+    def place(z: Tensor, noise: Tensor) -> Tensor:
+        return centres[z] + (shapes[z] @ noise[:, :, None])[:, :, 0]
+
+    return _federation(k, p, seed, clients, points, d, place, weights)
+
+
+def _ellipsoids(k: int, d: int, stretch: float, key: Key) -> Tensor:
+    """Return matrices (k, d, d) that turn round clusters into ellipsoids."""
+    g = key.generator()
+    axes = torch.linalg.qr(torch.randn(k, d, d, generator=g))[0]
+    return axes * stretch ** (2 * torch.rand(k, 1, d, generator=g) - 1)
 
 
 def gaussian_centres(k: int, d: int, separation: float, seed: int) -> Tensor:
@@ -113,11 +136,18 @@ def subspace_clusters(
 
 
 def _federation(
-    k: int, p: float, seed: int, clients: int | None, points: int, d: int, place: Callable[[Tensor, Tensor], Tensor]
+    k: int,
+    p: float,
+    seed: int,
+    clients: int | None,
+    points: int,
+    d: int,
+    place: Callable[[Tensor, Tensor], Tensor],
+    weights: tuple[float, ...] | None = None,
 ) -> Federation:
     clients = k if clients is None else clients
     _check_counts(clients=clients, points=points)
-    z = mixed_clusters(k, p, clients, points, Key.of(seed).fold(_LABELS))
+    z = mixed_clusters(k, p, clients, points, Key.of(seed).fold(_LABELS), weights)
     noise = torch.randn(len(z), d, generator=Key.of(seed).fold(_POINTS).generator())
     return Federation(Packed(place(z, noise), z, torch.arange(clients + 1) * points))
 
@@ -166,7 +196,9 @@ def dealt(x: Tensor, z: Tensor, p: float, clients: int, key: Key) -> Federation:
     return Federation(Packed(x[torch.cat(own)], z[torch.cat(own)], offsets))
 
 
-def mixed_clusters(k: int, p: float, clients: int, points: int, key: Key) -> Tensor:
+def mixed_clusters(
+    k: int, p: float, clients: int, points: int, key: Key, weights: tuple[float, ...] | None = None
+) -> Tensor:
     """Return the cluster of every point (clients · points,).
 
     Args:
@@ -176,9 +208,15 @@ def mixed_clusters(k: int, p: float, clients: int, points: int, key: Key) -> Ten
         clients: Number of clients.
         points: Number of points per client.
         key: Key of the draws.
+        weights: The share of each cluster among the other points; None makes all equal.
     """
     _check_share(p)
-    any_of = torch.randint(k, (clients, points), generator=key.generator())
+    if weights is None:
+        any_of = torch.randint(k, (clients, points), generator=key.generator())
+    else:
+        share = _checked_weights(weights, k)
+        any_of = share.multinomial(clients * points, replacement=True, generator=key.generator())
+        any_of = any_of.reshape(clients, points)
     own = (torch.arange(clients) % k)[:, None]
     return torch.where(torch.arange(points) < round(p * points), own, any_of).flatten()
 
@@ -186,3 +224,10 @@ def mixed_clusters(k: int, p: float, clients: int, points: int, key: Key) -> Ten
 def _check_share(p: float) -> None:
     if not 0 <= p <= 1 or not math.isfinite(p):
         raise ValueError(f"p must be between 0 and 1, got {p}")
+
+
+def _checked_weights(weights: tuple[float, ...], k: int) -> Tensor:
+    share = torch.tensor([float(w) for w in weights])
+    if len(share) != k or not bool((share >= 0).all() & share.isfinite().all() & (share.sum() > 0)):
+        raise ValueError(f"weights must be {k} numbers of at least 0 that are not all 0, got {tuple(weights)}")
+    return share

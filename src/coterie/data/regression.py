@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.data.source import dataset
 
-_TRUTH, _LABELS, _SIZES, _ROWS, _SPREAD = range(5)  # independent random streams of a seed
+_TRUTH, _LABELS, _SIZES, _ROWS, _SPREAD, _TAILS = range(6)  # independent random streams of a seed
 
 LONGEST = 200  # the most rows of a client whose number of rows is heavy-tailed
 
@@ -32,6 +33,8 @@ def mixed_regression(
     tail: float | None = None,
     p: tuple[float, ...] | None = None,
     spread: tuple[float, ...] | None = None,
+    toeplitz: float | None = None,
+    dof: float | None = None,
 ) -> Federation:
     """Regressions y = ⟨x, θ*_j⟩ + ζ with x ~ N(0, Σ_j), ζ ~ N(0, σ²), and each client's cluster j drawn from p.
 
@@ -54,13 +57,17 @@ def mixed_regression(
         p: Shares of the clusters; None makes them equal.
         spread: (low, high): the eigenvalues of each Σ_j are drawn from this range and its eigenvectors uniformly; None
             takes Σ_j = I.
+        toeplitz: ρ: the features are correlated in all clusters alike, Σ_ab = ρ^|a-b|. Not together with `spread`.
+        dof: If given, rows are t-distributed with so many degrees of freedom, above 2, in place of normal: each row is
+            stretched as a whole by a factor of its own, such that its covariance is Σ_j still.
 
     Example:
         >>> federation = mixed_regression(k=2, d=5, pairs=100, rest=0, anchors=3)
         >>> len(federation), federation.train.sizes[:4].tolist()
         (103, [160, 160, 160, 2])
     """
-    _check(k, d, sigma, radius, rest_rows, tail, p, spread)
+    _check(k, d, sigma, radius, rest_rows, tail, p)
+    _check_rows(spread, toeplitz, dof)
     key = Key.of(seed)
     sizes = _sizes(
         (10 * k if anchors is None else anchors, 80 * k if anchor_rows is None else anchor_rows),
@@ -77,6 +84,10 @@ def mixed_regression(
     if spread is not None:
         for j in range(k):
             x[of_row == j] = x[of_row == j] @ _root(d, spread, key.fold(_SPREAD, j))
+    if toeplitz is not None:
+        x = x @ _correlated(d, toeplitz)
+    if dof is not None:
+        x *= _stretches(len(x), dof, key.fold(_TAILS))[:, None]
     y = (x * regression_truth(k, d, radius, seed)[of_row]).sum(1) + sigma * noise
     return Federation(Packed(x, y, torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])), groups=z)
 
@@ -119,6 +130,19 @@ def _root(d: int, spread: tuple[float, ...], key: Key) -> Tensor:
     return (basis * values.sqrt()) @ basis.T
 
 
+def _correlated(d: int, rho: float) -> Tensor:
+    """Return Σ^(1/2) for Σ_ab = ρ^|a-b|."""
+    at = torch.arange(d, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(rho ** (at[:, None] - at).abs())
+    return ((vectors * values.sqrt()) @ vectors.T).float()
+
+
+def _stretches(n: int, dof: float, key: Key) -> Tensor:
+    """Return √((ν - 2)/χ²_ν) for n rows: normal rows times that are t-distributed with the same covariance."""
+    seed = int(torch.randint(2**62, (), generator=key.generator()))
+    return torch.from_numpy(((dof - 2) / np.random.default_rng(seed).chisquare(dof, n)) ** 0.5).float()
+
+
 def _check(
     k: int,
     d: int,
@@ -127,7 +151,6 @@ def _check(
     rest_rows: tuple[int, ...],
     tail: float | None,
     p: tuple[float, ...] | None,
-    spread: tuple[float, ...] | None,
 ) -> None:
     for name, value, low in (("k", k, 1), ("d", d, 1), ("sigma", sigma, 0), ("radius", radius, 0)):
         if not value >= low or not math.isfinite(value):
@@ -138,5 +161,14 @@ def _check(
         raise ValueError(f"mixed_regression: tail must be above 0, got {tail}")
     if p is not None and (len(p) != k or min(p) <= 0):
         raise ValueError(f"mixed_regression: p must be {k} numbers above 0, got {p}")
+
+
+def _check_rows(spread: tuple[float, ...] | None, toeplitz: float | None, dof: float | None) -> None:
+    if spread is not None and toeplitz is not None:
+        raise ValueError("mixed_regression: give spread or toeplitz, not both")
+    if toeplitz is not None and not -1 < toeplitz < 1:
+        raise ValueError(f"mixed_regression: toeplitz must be between -1 and 1, got {toeplitz}")
+    if dof is not None and not dof > 2:
+        raise ValueError(f"mixed_regression: dof must be above 2, got {dof}")
     if spread is not None and (len(spread) != 2 or not 0 < spread[0] <= spread[1]):
         raise ValueError(f"mixed_regression: spread must be (low, high) with 0 < low <= high, got {spread}")

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
-from coterie.core.local import mean_gradient
+from coterie.core.local import mean_gradient, nearest
 from coterie.core.method import Method, Needs, Report
 from coterie.core.model_tree import ModelTree
 from coterie.core.pytree import Params, beside, flat, put_rows, stack, take, tree_map
@@ -28,12 +28,21 @@ from coterie.core.step import ClientStep, Local, Reply, client_step, derived
 from coterie.core.sums import slot_mean, slot_sum
 from coterie.core.task import Data, Task
 from coterie.core.train import Models, Train
-from coterie.parts.bipartition import Linkage, bipartition, cosines
+from coterie.parts.bipartition import bipartition, contrast, cosines
 from coterie.parts.client_reports import Reports, comparable, report_of, unless_diverged
-from coterie.parts.disguise import Privacy, Shapes, shapes_of
-from coterie.parts.server_step import ServerStep
-from coterie.parts.split_tree import ROOT, Cut, Node, cluster_of, grown, model_tree, moved_down, planted, split_rows
-from coterie.parts.stationarity import Progress, Stationarity
+from coterie.parts.disguise import Shapes, shapes_of
+from coterie.parts.split_tree import (
+    ROOT,
+    Cut,
+    Node,
+    cluster_of,
+    grown,
+    model_tree,
+    moved_down,
+    planted,
+    split_rows,
+)
+from coterie.parts.stationarity import Stationarity
 
 SAME = 1e-3  # √((1 - α_cross) / 2) below which updates differ by rounding only
 
@@ -46,7 +55,6 @@ class State(NamedTuple):
     tree: dict[int, Node]  # the parameter tree of Section V-C
     node: Tensor  # every client's node (m,); an inner one if the client was away when that was split
     reports: Reports  # the last report of every client (m, …)
-    progress: Progress  # how the training of every leaf has gone (k,)
     shapes: Shapes  # of the parameters
     round: int
     moments: Any = ()  # what the server's optimiser remembers of each (k, …)
@@ -54,15 +62,12 @@ class State(NamedTuple):
 
 @register("cfl")
 @dataclass(frozen=True, kw_only=True)
-class CFL(Stationarity, Privacy, ServerStep, Method):
+class CFL(Stationarity, Method):
     """Train one model; where it no longer improves and clients still disagree, split them in two, again and again.
 
     Args:
         gamma_max: γ_max of (39), the noise that clients' updates are assumed to have: a split is made only if
             √((1 - α_cross) / 2) is larger.
-        contrast: A split is made only if the halves' means are so many times as far apart, squared, as they would be
-            by chance, judged by the scatter within the halves. 0 for the algorithm as printed.
-        linkage: "single" is Algorithm 1; "complete" is the authors' code.
 
     Example:
         >>> import coterie as ct
@@ -76,8 +81,6 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
     needs = Needs(gather=True)
 
     gamma_max: float = setting(0.0, low=0)
-    contrast: float = setting(2.0, low=0)
-    linkage: Linkage = "single"
 
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 3: one cluster of all clients, one model."""
@@ -97,7 +100,6 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
             tree=planted(m),
             node=torch.full((m,), ROOT),
             reports=Reports.none(m, self.sketch or _compared(hidden, task, axes=0).numel()),
-            progress=stack([Progress.none()]),
             shapes=shapes_of(theta),
             round=0,
         )
@@ -110,6 +112,7 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
         state, learnt, report = self._exchange(state, chosen)  # lines 5-12
         state, cuts = self._cuts(state, cohort)  # lines 13-17, at the models that the updates were made at
         after = state._replace(theta=learnt[0], moments=learnt[1])
+        after = self.rivals_trained(after, chosen)
         for c, cut in cuts.items():
             after = self._split(after, c, take(state.theta, c), cut)  # line 18
         after = self.judged(after, cohort)
@@ -180,7 +183,7 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
         mean = tree_map(torch.add, state.theta, slot_mean(sums, otherwise=tree_map(torch.zeros_like, state.theta)))
         learnt = self.advance(state.theta, mean, sums.weight, state.moments, chosen.task)
         state = state._replace(reports=state.reports.updated(chosen, vectors, sums.note, state.round))
-        return self.watched(state), learnt, report_of(chosen.clients, sums.note)
+        return state, learnt, report_of(chosen.clients, sums.note)
 
     # --- lines 13 to 18: splitting --------------------------------------------------------------------------------
 
@@ -189,45 +192,45 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
         cuts, tree = {}, dict(state.tree)
         for c, v in enumerate(state.leaves):
             clients = self.fresh(state, v)
-            if len(clients) < 2 or not self.may_split(tree[v], state.round) or not self._disagree(state, c, clients):
+            if len(clients) < 2 or not self.may_split(tree, v, state.round):
                 continue
-            updates = state.reports.updates[clients]
-            halves = bipartition(cosines(updates), self.linkage)  # lines 14-16
-            cut = Cut.of(clients, updates, halves)
-            if not (reason := self._unsafe(cut)):
+            if self.tests and not self.is_due(tree[v], state.round):
+                continue
+            tree[v] = tree[v]._replace(checked=state.round)
+            cut, reason = self.tested(state, c, clients, cohort) if self.tests else self._measured(state, clients)
+            if cut and not (reason := reason or self._unsafe(cut)):
                 cuts[c] = cut
-            elif not tree[v].warned:
-                cohort.log(f"CFL: round {state.round + 1}: cluster {c} is not split: {reason}")
-                tree[v] = tree[v]._replace(warned=True)
+            elif reason:
+                if not tree[v].warned:
+                    cohort.log(f"CFL: round {state.round + 1}: cluster {c} is not split: {reason}")
+                tree[v] = tree[v]._replace(warned=True, whole=tree[v].whole + self.tests)
         cuts = self.in_turn(cuts)
         for c, cut in cuts.items():
             cohort.log(f"CFL: round {state.round + 1}: cluster {c} is split into {cut}")
         return state._replace(tree=tree), cuts
 
-    def _disagree(self, state: State, c: int, clients: Tensor) -> bool:
-        """Line 13: whether the cluster is near a stationary point (32) while its clients are not (33)."""
-        if self.schedule:
-            return True
-        updates, weight = state.reports.updates[clients], state.reports.weight[clients]
-        mean, longest = float((weight @ updates / weight.sum()).norm()), float(updates.norm(dim=1).max())
-        if self.thresholds == "absolute":
-            return mean < self.eps1 and longest > self.eps2
-        return mean < self.relative_eps1(state, c) * longest and self.still_long(state, c, clients)
+    def _measured(self, state: State, clients: Tensor) -> tuple[Cut | None, str | None]:
+        """Lines 13 to 16 as printed: how a cluster is to be cut, None if it is not; and a reason against that cut."""
+        if not self.schedule and not self.stationary(state, clients):  # line 13
+            return None, None
+        updates = state.reports.updates[clients]
+        halves = bipartition(cosines(updates), self.linkage)  # lines 14-16
+        clear = contrast(updates, torch.from_numpy(halves.second))
+        return Cut.of(clients, halves.second, halves.cross, clear), None
 
     def _unsafe(self, cut: Cut) -> str | None:
-        """Why a split is not to be trusted: line 17, and what chance may do."""
+        """Why a split is not to be trusted: line 17."""
         if cut.margin < SAME:
             return "all updates point the same way"
         if cut.margin <= self.gamma_max:  # line 17 (39)
             return f"√((1 - α_cross) / 2) is {cut.margin:.3f}, not above gamma_max = {self.gamma_max:g}"
-        if cut.contrast < self.contrast and not self.schedule:
-            return f"the halves are {cut.contrast:.1f} times as far apart as by chance, less than {self.contrast:g}"
         return None
 
     def _split(self, state: State, c: int, theta: Params, cut: Cut) -> State:
         """Line 18: the leaf becomes an inner node with its stationary model, from which both halves go on."""
         v = state.leaves[c]
-        tree = grown(state.tree, v, theta, cut, state.reports.updates, state.round)
+        rival = tree_map(lambda x: x[c : c + 1], (state.theta, state.moments)) if self.holdout else ()
+        tree = grown(state.tree, v, theta, cut, state.reports.updates, state.round, rival)
         first, second = tree[v].children
         return state._replace(
             theta=split_rows(state.theta, c, theta),
@@ -235,8 +238,7 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
             leaves=(*state.leaves[:c], first, *state.leaves[c + 1 :], second),
             tree=tree,
             node=moved_down(state.node, tree, v),
-            reports=state.reports.after_split(state.node == v, (cut.first, cut.second)),
-            progress=split_rows(state.progress, c, Progress.none()),
+            reports=state.reports._replace(rival=torch.full_like(state.reports.rival, torch.inf)),
         )
 
     # --- Algorithm 4: clients that are new, or were away ----------------------------------------------------------
@@ -254,7 +256,9 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
         return state._replace(node=node, reports=state.reports.more(len(newcomers)))
 
     def assign(self, state: State, task: Task, data: Data) -> int:
-        """Algorithm 4: walk down the tree, always to the branch with the most similar update."""
+        """Algorithm 4: walk down the tree, always to the branch with the most similar update; or by the loss."""
+        if self.tests:
+            return int(nearest(task, self.models(state), data)[0])
         v, step = ROOT, self.probe(task)  # line 2
         draws = step.draw(len(data.x), Key.of(0), (0,)) if step.draw else {}
         local = Local(data, beside(data.x, draws), ())
@@ -265,16 +269,23 @@ class CFL(Stationarity, Privacy, ServerStep, Method):
 
     def _placed(self, state: State, chosen: Cohort) -> tuple[State, Cohort]:
         """Place participants that wait at an inner node; who cannot be placed goes on waiting, and takes no part."""
+        at = state.node[chosen.clients]
         waiting = self.labels(state)[chosen.clients] < 0
-        found, sure = self._walk(state, chosen, state.node[chosen.clients])
+        if not bool(waiting.any()):
+            return state, chosen
+        found, sure = self._walk(state, chosen, at)
+        if self.tests:  # the halves' models tell them apart once these are trained
+            sure &= ~torch.isin(at, torch.tensor(self.on_trial(state), dtype=at.dtype))
         state = state._replace(node=put_rows(state.node, chosen.clients[sure], found[sure]))
-        return state, chosen.only((sure | ~waiting).nonzero().flatten()) if bool(waiting.any()) else chosen
+        return state, chosen.only((sure | ~waiting).nonzero().flatten())
 
     def _walk(self, state: State, cohort: Cohort, at: Tensor) -> tuple[Tensor, Tensor]:
         """Lines 3 to 13 for many clients at once, from the nodes that they are at down to leaves.
 
         Also returns which of them could be compared all the way: an update may be all zero or not finite.
         """
+        if self.tests:
+            return self.nearest_leaf(state, cohort, at)
         at, sure, depth = at.clone(), torch.ones(len(at), dtype=torch.bool), 0
         while len(waiting := torch.tensor([i for i, v in enumerate(at.tolist()) if state.tree[v].children])):
             inner, rows = at[waiting].unique(return_inverse=True)

@@ -31,7 +31,7 @@ from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.task import Data, Task
 from coterie.parts.kmeans import kmeans, linked
-from coterie.parts.recruiting import Recruiting, Subspace, covering
+from coterie.parts.recruiting import LEAST, Population, Recruiting, Subspace, covering
 from coterie.parts.residuals import evidence, features, pairs, projected, residuals
 from coterie.parts.starts import Start
 from coterie.parts.whitening import Whitening
@@ -61,7 +61,8 @@ class MomentDescent(Recruiting, Whitening, Start):
     Args:
         anchors: n_H; None takes as many as miss none of k equal clusters in 99.9 % of draws.
         clients: m, the other clients of an iteration; None takes as many as have 18·k²·d rows beyond their first.
-        ell: ℓ, the pairs of rows that an anchor uses in an iteration; None takes 6k.
+        ell: ℓ, the pairs of rows that an anchor uses in an iteration; None takes 6k, or as many as so many clients have
+            as are wanted for anchors, but at least 6.
         rounds: T, the iterations.
         orthogonal: T₁, the orthogonal iterations for each subspace.
         power: T₂, the power iterations of an anchor.
@@ -70,7 +71,7 @@ class MomentDescent(Recruiting, Whitening, Start):
         floor: εΔ: an anchor whose σ̂, as whitened features have it, is not above it stays where it is.
         radius: θ_0 is drawn from the ball of this radius R; 0 starts from zero.
         reuse: Whether the same clients serve in every iteration, and anchors draw from all their rows each time; the
-            analysis wants fresh ones.
+            analysis wants fresh ones. None takes fresh ones if there are enough of them.
         subspace: How the subspaces are found. "printed": orthogonal iteration on YYᵀ with one pair of rows per client,
             two exchanges for each; "symmetric": on the mean over all pairs of rows, which is symmetric, one exchange
             for each; "pooled": the d×d sum of the same is sent once. "auto": whichever of the last two sends less.
@@ -98,7 +99,7 @@ class MomentDescent(Recruiting, Whitening, Start):
     step: float = setting(0.5, low=0)
     floor: float = setting(0.0, low=0)
     radius: float = setting(0.0, low=0)
-    reuse: bool = False
+    reuse: bool | None = None
     subspace: Subspace = "auto"
     noise: float = setting(0.0, low=0)
     merge: Literal["lloyd", "distance"] = "lloyd"
@@ -113,8 +114,8 @@ class MomentDescent(Recruiting, Whitening, Start):
     def descent(self, k: int, task: Task, cohort: Cohort, key: Key) -> Iterator[Anchors]:
         """Lines 3 to 15: where the anchors stand after every iteration."""
         d = flat(task.init(key), 0).numel()
-        if self.ell is None or self.anchors is None or self.subspace == "auto":
-            yield from self._settled(k, d).descent(k, task, cohort, key)
+        if None in (self.ell, self.reuse, self.anchors) or self.subspace == "auto":
+            yield from self._settled(k, d, cohort, key).descent(k, task, cohort, key)
             return
         self._check(k)
         dtype, k = cohort.federation.train.x.dtype, min(k, d)
@@ -189,7 +190,7 @@ class MomentDescent(Recruiting, Whitening, Start):
     @client_step
     def descend(self, task: Task) -> ClientStep:
         """Lines 11 to 15 at an anchor client."""
-        ell = self.ell or 0  # `descent` has set it
+        ell = self.ell or 0  # it has been settled
 
         def run(sent: dict[str, Tensor], local: Local) -> Reply:
             theta, projection = sent["theta"], sent["U"]
@@ -269,12 +270,22 @@ class MomentDescent(Recruiting, Whitening, Start):
         direction, length = torch.randn(d, dtype=torch.float64, generator=g), torch.rand((), generator=g)
         return self.radius * length.double() ** (1 / d) * direction / direction.norm()
 
-    def _settled(self, k: int, d: int) -> MomentDescent:
+    def _settled(self, k: int, d: int, cohort: Cohort, key: Key) -> MomentDescent:
         """The same with a value for each setting that was left open."""
         subspace = self.subspace
         if subspace == "auto":
             subspace = "pooled" if d <= self.orthogonal * k else "symmetric"
-        return replace(self, ell=self.ell or 6 * k, anchors=self.anchors or covering(k), subspace=subspace)
+        usual = replace(self, anchors=self.anchors or covering(k), subspace=subspace, ell=self.ell or 6 * k)
+        large = cohort.sizes[cohort.sizes >= 2 * LEAST].sort(descending=True).values[: usual.anchors]
+        rows = int(large[-1]) if len(large) else 0  # of the smallest anchor
+        if self.reuse is None:
+            fresh = replace(usual, reuse=False)
+            if rows >= fresh.rows_needed and isinstance(fresh.recruits(k, d, cohort, key), Population):
+                return fresh
+            usual = replace(usual, reuse=True)
+        if self.ell is None and rows < usual.rows_needed:
+            return replace(usual, ell=max(LEAST, 6 * k * rows // usual.rows_needed))
+        return usual
 
     def _check(self, k: int) -> None:
         if self.merge == "distance" and self.delta is None:

@@ -4,8 +4,8 @@ Efficient Clustering Frameworks for Federated Learning Systems
     Jichan Chung. UCB/EECS-2023-212, Chapter 4, Algorithms 3 to 5.
 
 Line numbers in the comments are those of Algorithm 3 unless they say otherwise. A round here is a cluster round. What
-is not in the report: models in closed form (`parts/closed_form.py`), and models that are shrunk, as strongly as
-held-out points find best (`parts/candidates.py`).
+is not in the report: models in closed form (`parts/closed_form.py`), points that count for several clusters
+(`parts/mixture.py`), and models that are shrunk, as strongly as held-out points find best (`parts/candidates.py`).
 
 Throughout, r is the restarts that run side by side, k the clusters, n the points of a client, d their dimensions.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
-from coterie.core.local import each_model, each_nearest, local_update, remembered
+from coterie.core.local import each_model, local_update, remembered
 from coterie.core.method import Needs, PointMethod, Report
 from coterie.core.optimisers import find_optimiser
 from coterie.core.pytree import Params, stack, to_server, tree_map
@@ -34,6 +34,7 @@ from coterie.methods.kfed import KFED
 from coterie.parts.candidates import SETTLED, Candidates, draw_held_out, for_each_candidate
 from coterie.parts.first_assignment import Disturbed, FirstAssignment
 from coterie.parts.held_out import held_out
+from coterie.parts.mixture import joint, own_shares
 from coterie.parts.shrinkage import Moments
 from coterie.parts.starts import find_start, noisy_copies
 
@@ -44,6 +45,7 @@ class State(NamedTuple):
     """What the server knows after a cluster round."""
 
     theta: Params  # θ_k of every restart (r, k, …)
+    share: Tensor  # of each cluster in the mixture of these models (r, k)
     moments: Moments | tuple[()]  # of the points assigned to each cluster, where models have a closed form
     held: Moments | tuple[()]  # of the held-out ones among them, if they are to judge
     sizes: Tensor  # |S_k| (r, k)
@@ -63,8 +65,12 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
 
     Args:
         k: K, the clusters.
-        init: The initial assignment: "random", "kfed" (k-FED + UIFCA), or "mixed", of whose restarts one is from k-FED
-            and the others random; k state dicts assign by likelihood.
+        init: The initial assignment: "random", "kfed" (k-FED + UIFCA), "centres", of whose restarts one is from k-FED
+            and the others from k-means over the clients' centres, each from seeds of its own; or "mixed", where the
+            others are random. k state dicts assign by likelihood.
+        mixture: Whether a point counts for every cluster, by how likely it is to be in it, and a cluster's share of the
+            client's points counts in its assignment; for models with a closed form. The report has each point in one
+            cluster, and all clusters alike.
         restarts: Assignments that are run side by side; kept is the one under whose mixture of models held-out points
             are likeliest. The likelihood of the points that models were fitted to would prefer what overfits most.
         shrink: Whether, once few points move, each model is shrunk towards what the clusters have in common, by as
@@ -92,7 +98,8 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
     quick = {"restarts": 2}
 
     k: int = setting(low=1)
-    init: Literal["mixed", "random", "kfed"] | Disturbed | Sequence[Params] = "mixed"
+    init: Literal["centres", "mixed", "random", "kfed"] | Disturbed | Sequence[Params] = "centres"
+    mixture: bool = True
     restarts: int = setting(10, low=1)
     shrink: bool = True
     ridge: float = setting(1e-3, low=0)
@@ -105,19 +112,25 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
     renew: bool = False
     closed: bool = True
 
+    @property
+    def favours_first(self) -> bool:
+        """Whether the first restart, from k-FED, is kept unless another is clearly better."""
+        return self.init == "centres"
+
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial assignment, which each client keeps for itself."""
         self.check_points(cohort)
         theta, sent = self.drawn_models(task, key.fold(_MODELS)), {}
+        share = torch.full((self.restarts, self.k), 1 / self.k)
         if self.by_kfed:
-            sent = self.centres_by(KFED(self.k), cohort, key)
+            sent = self.centres_by(KFED(self.k), KFED(self.k, local=self.k).cluster, cohort, key)
         elif not isinstance(self.init, str | Disturbed):
             given = find_start(self.init, self.k)(self.k, self.lr, task, cohort, key)
             theta = tree_map(lambda x: x.expand(self.restarts, *x.shape), given)
-            sent = {"theta": theta}
+            sent = {"theta": theta, "share": share}
         about = self.mean_point(cohort)
         sums = cohort.combine(self.begin, {**sent, "about": about})
-        state = self._after(theta, sums.update, about, cohort, None)
+        state = self._after(theta, share, sums.update, about, cohort, None)
         self.check_columns(state.moments, cohort)
         return state
 
@@ -125,9 +138,10 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
         """Lines 3 to 7."""
         theta, pull, unlikely = self.chosen(state, cohort)  # line 5
         about = state.moments.about if isinstance(state.moments, Moments) else ()
-        sums = cohort.combine(self.reassign, {"theta": theta, "about": about})  # line 7
+        share = self._share(state)
+        sums = cohort.combine(self.reassign, {"theta": theta, "share": share, "about": about})  # line 7
         before = state._replace(pull=pull, quality=unlikely, weighed=state.shrinks)
-        after = self._after(theta, sums.update, about, cohort, before)
+        after = self._after(theta, share, sums.update, about, cohort, before)
         return after, Report(cohort.clients, sums.note["loss"][:, self.best(after)])
 
     @client_step
@@ -138,14 +152,16 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
         def run(sent: dict[str, Any], local: Local) -> Reply:
             label = local.draws["label"]
             if "theta" in sent:
-                label = self._losses(task, sent["theta"], local.data).argmin(1)
+                label = self._likely(task, sent, local.data).argmax(1)
             elif isinstance(self.init, Disturbed):
                 label = torch.where(label < 0, local.data.y, label)
-            elif "centres" in sent:
+            if "seeds" in sent:
+                label = self.nearest_seeds(local.data.x, sent["seeds"])
+            if "centres" in sent:
                 own = kfed.run(sent["centres"], local._replace(draws=local.draws["kfed"])).note["label"]
                 label = self.labels_by(own, label)
-            nothing = local.data.mask.new_zeros(self.restarts)
-            return self._counted(label.clamp(0, self.k - 1), label, sent["about"], local, nothing)
+            first, nothing = label.clamp(0, self.k - 1), local.data.mask.new_zeros(self.restarts)
+            return self._counted(first, label, self._members(first, local.data), sent["about"], local, nothing)
 
         def draw(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
             drawn = {"label": self.draw_labels(n, key), "held": held_out(n, key)}
@@ -156,11 +172,14 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
     @client_step
     def reassign(self, task: Task) -> ClientStep:
         """Line 7 at one client: every point to the model under which it is likeliest."""
+        mixes = self.mixes(task)
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
-            near = self._losses(task, sent["theta"], local.data)
-            label, loss = near.argmin(1), near.amin(1) @ local.data.mask
-            return self._counted(label, remembered(local.memory, len(local.data.mask)), sent["about"], local, loss)
+            likely, before = self._likely(task, sent, local.data), remembered(local.memory, len(local.data.mask))
+            label = likely.argmax(1)
+            own = likely.softmax(1) * local.data.mask if mixes else self._members(label, local.data)
+            loss = -(likely.logsumexp(1) if mixes else likely.amax(1)) @ local.data.mask
+            return self._counted(label, before, own, sent["about"], local, loss)
 
         return ClientStep(run, draw_held_out, {"loss": "mean"})
 
@@ -198,15 +217,29 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
     def points(self, task: Task) -> ClientStep:
         """Line 7 alone, for the models of one restart."""
 
-        def run(theta: Params, local: Local) -> Reply:
-            return Reply(note={"label": each_nearest(task, theta, local.data)})
+        def run(sent: dict[str, Any], local: Local) -> Reply:
+            one = tree_map(lambda x: x[None], sent)
+            return Reply(note={"label": self._likely(task, one, local.data)[0].argmax(0)})
 
         return ClientStep(run)
+
+    def asked(self, state: State) -> dict[str, Any]:
+        """The models of the best restart, and the clusters' shares."""
+        return {"theta": self.models(state), "share": state.share[self.best(state)]}
+
+    def models_asked(self, sent: dict[str, Any]) -> Params:
+        """The models."""
+        return sent["theta"]
+
+    def assign_points(self, state: State, task: Task, data: Data) -> Tensor:
+        """Line 7 for the rows of one client, who may have taken no part."""
+        sent = tree_map(lambda x: x[None].to(data.mask.device), self.asked(state))
+        return self._likely(task, sent, data)[0].argmax(0)
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Line 7 for the points of clients that are new, who remember it; sums will have them after the next round."""
         about = state.moments.about if isinstance(state.moments, Moments) else ()
-        newcomers.combine(self.begin, {"theta": state.theta, "about": about})
+        newcomers.combine(self.begin, {"theta": state.theta, "share": state.share, "about": about})
         return super().join(state, newcomers)
 
     def members(self, state: State) -> Tensor:
@@ -223,20 +256,31 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
 
     # --- what a client does --------------------------------------------------------------------------------------
 
-    def _counted(self, label: Tensor, before: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
-        """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here."""
-        own = self._members(label, local.data)
+    def _counted(self, label: Tensor, before: Tensor, own: Tensor, about: Any, local: Local, loss: Tensor) -> Reply:
+        """The reply to an assignment (r, n): sums over the points of every cluster. The assignment stays here.
+
+        Args:
+            label: The assignment.
+            before: The one before.
+            own: How much each point counts for every cluster (r, k, n).
+            about: The common point of all sums of moments.
+            local: The client's.
+            loss: The sum over its points (r,).
+        """
         moved = ((label != before) * local.data.mask).sum(1)
-        update: dict[str, Any] = {"sizes": own.sum(2), "moved": moved, "loss": loss}
+        sizes = self._members(label, local.data).sum(2)
+        update: dict[str, Any] = {"sizes": sizes, "moved": moved, "loss": loss}
         update |= self.moment_sums(own, about, local, held=self.compares or self.shrink)
         note = {"loss": loss / local.data.mask.sum()}
         return Reply(update, note=note, memory=label)
 
-    def _losses(self, task: Task, theta: Params, data: Data) -> Tensor:
-        """The loss of every point under every model (r, k, n); infinite where it is no number."""
-        models = tree_map(lambda x: x.flatten(0, 1), theta)
-        losses = each_model(lambda t: task.loss(t, data))(models).unflatten(0, (self.restarts, self.k))
-        return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    def _likely(self, task: Task, sent: dict[str, Any], data: Data) -> Tensor:
+        """How likely every point is under every model (r, k, n), its cluster's share of the points included or not."""
+        models = tree_map(lambda x: x.flatten(0, 1), sent["theta"])
+        losses = each_model(lambda t: task.loss(t, data))(models).unflatten(0, sent["share"].shape)
+        if self.mixes(task):
+            return joint(losses, own_shares(losses, sent["share"], data.mask))
+        return -losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def _members(self, label: Tensor, data: Data) -> Tensor:
         """1 where a real point is in a cluster (r, k, n)."""
@@ -270,7 +314,14 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
             theta = self.pulled(theta, share, pull, cohort.task)
         return theta
 
-    def _after(self, theta: Params, update: Any, about: Any, cohort: Cohort, before: State | None) -> State:
+    def _share(self, state: State) -> Tensor:
+        """Each cluster's share of all points (r, k)."""
+        number = state.moments.number if isinstance(state.moments, Moments) else state.sizes
+        return (number / number.sum(1, keepdim=True)).float()
+
+    def _after(
+        self, theta: Params, share: Tensor, update: Any, about: Any, cohort: Cohort, before: State | None
+    ) -> State:
         """The next state, of an assignment's sums."""
         found = to_server({name: update[name][0] for name in ("sizes", "moved", "loss")})
         settled, quality = torch.zeros(self.restarts, dtype=torch.bool), found["loss"]
@@ -280,6 +331,7 @@ class UIFCA(Candidates, FirstAssignment, PointMethod):
             settled = before.shrinks | (found["moved"] <= SETTLED * float(cohort.sizes.sum()))
         return State(
             theta=theta,
+            share=to_server(share),
             moments=self.moments(update.get("all"), about),
             held=self.moments(update.get("held"), about),
             sizes=found["sizes"],

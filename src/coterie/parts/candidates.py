@@ -20,6 +20,7 @@ from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Task
 from coterie.parts.closed_form import ClosedForm
 from coterie.parts.held_out import held_out, surprise
+from coterie.parts.mixture import own_shares
 from coterie.parts.restarts import Restarts
 from coterie.parts.shrinkage import Moments
 
@@ -30,14 +31,23 @@ _MODELS = 6  # stream under a key
 
 
 class Candidates(ClosedForm, Restarts):
-    """For methods with `shrink`, whose states hold `theta`, `moments`, `held`, `sizes`, `shrinks` and `round`."""
+    """For methods with `mixture` and `shrink`.
 
+    Their states hold `theta`, `moments`, `held`, `sizes`, `shrinks` and `round`.
+    """
+
+    mixture: bool
     shrink: bool
     renew: bool
 
     @abstractmethod
     def averaged(self, theta: Params, pull: Tensor, sizes: Tensor, cohort: Cohort) -> Params:
         """Models (r, k, …) trained on the points that are not held out, those of each restart pulled together."""
+
+    @property
+    @abstractmethod
+    def favours_first(self) -> bool:
+        """Whether the first restart is kept unless another is clearly better."""
 
     @abstractmethod
     def drawn_models(self, task: Task, key: Key) -> Params:
@@ -51,7 +61,8 @@ class Candidates(ClosedForm, Restarts):
 
         Returns:
             The models, how strongly they were shrunk (r,), and, if clients judged, how unlikely held-out points are
-            (r,).
+            (r,). Where the first restart is k-FED's and the others are variations of it, these have to be better by a
+            standard error.
         """
         pulls = torch.tensor(PULLS if self.weighs(cohort.task) and bool(state.shrinks.any()) else PULLS[:1])
         judged = self.compares or len(pulls) > 1
@@ -60,27 +71,41 @@ class Candidates(ClosedForm, Restarts):
             tried, share = self._trained(state, pulls, cohort)
         elif judged:
             tried, share = self._unseen(state, pulls, cohort.task)
-        unlikely = torch.zeros(self.restarts, len(pulls))
+        unlikely = apart = torch.zeros(self.restarts, len(pulls))
         if judged:
             sent = {"theta": tree_map(lambda x: x.flatten(0, 1), tried), "share": share}
-            unlikely = to_server(cohort.combine(self.judge, sent).update[0]).reshape(unlikely.shape)
+            found = to_server(cohort.combine(self.judge, sent).update)
+            unlikely, apart = (found[name][0].reshape(unlikely.shape) for name in ("unlikely", "apart"))
         best = torch.where(state.shrinks, unlikely.argmin(1), 0)
         if isinstance(state.moments, Moments):
             theta = self.fitted(state.theta, state.moments, pulls[best], cohort.task, self.ridge, state.round)
         else:
             theta = take(tried, best + len(pulls) * torch.arange(self.restarts))
-        return theta, pulls[best], unlikely.gather(1, best[:, None])[:, 0]
+        quality = unlikely + apart.sqrt()  # by one standard error of the difference, or it may be chance
+        return theta, pulls[best], quality.gather(1, best[:, None])[:, 0]
 
     @client_step
     def judge(self, task: Task) -> ClientStep:
-        """How unlikely held-out points are under the mixture of each candidate's models (r·c,)."""
+        """How unlikely held-out points are under the mixture of each candidate's models (r·c,).
+
+        And the squared differences, point by point, from the same candidate of the first restart, if that is favoured.
+        """
+        mixes = self.mixes(task)
 
         def run(sent: dict[str, Any], local: Local) -> Reply:
             losses = each_model(lambda t: task.loss(t, local.data))(sent["theta"])
-            update = surprise(losses.unflatten(0, sent["share"].shape), sent["share"], local)
-            return Reply(update, memory=local.memory)
+            losses, share = losses.unflatten(0, sent["share"].shape), sent["share"]
+            if mixes:
+                share = own_shares(losses, share, local.data.mask * (local.draws["held"] <= 0))
+            each = surprise(losses, share, local).unflatten(0, (self.restarts, -1))
+            apart = (each - each[:1]).square().sum(2) if self.favours_first else torch.zeros_like(each[..., 0])
+            return Reply({"unlikely": each.sum(2).flatten(), "apart": apart.flatten()}, memory=local.memory)
 
         return ClientStep(run, draw_held_out)
+
+    def mixes(self, task: Task) -> bool:
+        """Whether points count for every cluster, each by how likely it is to be in it."""
+        return self.mixture and self.has_closed_form(task)
 
     def weighs(self, task: Task) -> bool:
         """Whether models may be shrunk, so that points are held out to judge how strongly."""

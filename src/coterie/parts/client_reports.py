@@ -21,7 +21,7 @@ class Reports(NamedTuple):
     mute: Tensor  # whether what it sent last could not be compared (m,)
     weight: Tensor  # how heavily it counts (m,)
     held: Tensor  # its loss on the rows it holds out (m,), infinite if none
-    before: Tensor  # the same under the model before its cluster was split (m,)
+    rival: Tensor  # the same under the model that its cluster would have without the split that is on trial (m,)
 
     @classmethod
     def none(cls, m: int, length: int) -> Reports:
@@ -44,18 +44,8 @@ class Reports(NamedTuple):
             when=put_rows(self.when, kept, torch.full_like(kept, t)),
             mute=put_rows(self.mute, chosen.clients, ~usable),
             weight=put_rows(self.weight, chosen.clients, note["weight"]),
-            held=put_rows(self.held, chosen.clients, _held_out_loss(note)),
+            held=put_rows(self.held, chosen.clients, held_out_losses(note)),
         )
-
-    def after_split(self, members: Tensor, halves: tuple[Tensor, Tensor]) -> Reports:
-        """After a split of these members (m,), true or false, into halves, whose held-out losses are kept to compare.
-
-        A member that is in neither half has nothing to compare.
-        """
-        before = self.before.masked_fill(members.to(self.before.device), torch.inf)
-        for clients in halves:
-            before = put_rows(before, clients, self.held[clients])
-        return self._replace(before=before)
 
     def _name_mute(self, chosen: Cohort, usable: Tensor, weight: Tensor, t: int) -> None:
         """Write to the log whose updates cannot be compared: once, not in every round."""
@@ -93,7 +83,7 @@ def unless_diverged(reply: Reply) -> Reply:
     return reply._replace(update=update, weight=weight, note={**reply.note, "weight": weight})
 
 
-def _held_out_loss(note: dict[str, Tensor]) -> Tensor:
+def held_out_losses(note: dict[str, Tensor]) -> Tensor:
     """The mean loss of each client on the rows it holds out (c,), infinite if it holds out none."""
     if "held" not in note:
         return torch.full_like(note["loss"], torch.inf)

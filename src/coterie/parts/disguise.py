@@ -148,12 +148,19 @@ class Privacy:
         """The map P for models of these shapes."""
         return Disguise(self.privacy, self.secret, tuple((name, tuple(shape)) for name, shape in shapes))
 
-    def maps(self, task: Task) -> tuple[Disguise, Callable[[Params], Tensor]]:
-        """The map P for a task's models, and what is compared of a disguised update: all of it, or its sketch."""
+    def maps(self, task: Task, longest: int | None = None) -> tuple[Disguise, Callable[[Params], Tensor]]:
+        """The map P for a task's models, and what is compared of a disguised update: all of it, or its sketch.
+
+        Args:
+            task: Its models.
+            longest: What is longer is sketched in any case.
+        """
         disguise = self.disguise(shapes_of(like := task.init(Key.of(0))))
-        if self.sketch is None:
+        length = flat({n: x for n, x in disguise.put_on(like).items() if n not in task.moving}, axes=0).numel()
+        size = self.sketch or longest
+        if size is None or (self.sketch is None and length <= size):
             return disguise, lambda update: flat(update, axes=0)
-        project = Sketch(flat(disguise.put_on(like), axes=0).numel(), self.sketch)
+        project = Sketch(length, size)
         return disguise, lambda update: project(flat(update, axes=0))
 
 

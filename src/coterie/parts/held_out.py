@@ -7,9 +7,9 @@ from torch import Tensor
 
 from coterie.core.key import Key
 from coterie.core.step import Local
+from coterie.parts.mixture import FAR, joint
 
 HELD_OUT = 0.2  # of the points
-FAR = 1e6  # as unlikely as a point can be, so that a model that has diverged leaves all sums finite
 _STREAM = 7  # under a client's key
 
 
@@ -27,10 +27,14 @@ def held_out(n: int, key: Key) -> Tensor:
 
 
 def surprise(losses: Tensor, share: Tensor, local: Local) -> Tensor:
-    """How unlikely held-out points are under each mixture (m,), from its models' losses (m, k, n) and shares (m, k).
+    """How unlikely every held-out point is under each mixture (m, n); 0 for the other points.
 
     Not under the models that they are assigned to: those who assigned them would be preferred.
+
+    Args:
+        losses: Of every point under a mixture's models (m, k, n).
+        share: Of the clusters (m, k).
+        local: Tells which points are held out.
     """
-    losses = losses.nan_to_num(nan=FAR, posinf=FAR, neginf=FAR).clamp(max=FAR)
-    unlikely = -(share.log()[..., None] - losses).logsumexp(1).clamp(min=-FAR)
-    return torch.where(local.draws["held"] * local.data.mask > 0, unlikely, 0.0).sum(1)
+    unlikely = -joint(losses, share).logsumexp(1).clamp(min=-FAR)
+    return torch.where(local.draws["held"] * local.data.mask > 0, unlikely, 0.0)

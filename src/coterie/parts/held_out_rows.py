@@ -14,9 +14,8 @@ class HeldOutRows(LocalTraining):
     """Hyperparameters of local training with rows that are held out.
 
     Args:
-        holdout: Share of every client's rows that is kept out of training, the same rows in every round. They show when
-            a cluster is stationary, and judge splits. With 0, or where clients have too few rows, a cluster is
-            stationary if its mean update is shorter than a third of what eps1 allows; and no split is undone.
+        holdout: Share of every client's rows that is kept out of training, the same rows in every round. They judge
+            splits. With 0, or where no client has enough rows to hold any out, no split is undone.
     """
 
     holdout: float = setting(0.1, low=0, high=0.9)

@@ -115,8 +115,13 @@ def lloyd(x: Tensor, mask: Tensor, centres: Tensor, steps: int) -> Tensor:
 
 def members(x: Tensor, mask: Tensor, centres: Tensor) -> Tensor:
     """1 where a centre of (s, k, d) is the nearest to a real point (s, k, n), 0 elsewhere."""
-    near = _offsets(x, centres).min(1, keepdim=True).indices  # on a CPU several times as fast as argmin
+    near = nearest_centres(x, centres)[:, None]
     return (near == torch.arange(centres.shape[1], device=x.device)[:, None]) * mask
+
+
+def nearest_centres(x: Tensor, centres: Tensor) -> Tensor:
+    """The number of the nearest centre of (s, k, d) to every point (s, n)."""
+    return _offsets(x, centres).min(1).indices  # on a CPU several times as fast as argmin
 
 
 def spread(x: Tensor, mask: Tensor, centres: Tensor) -> Tensor:

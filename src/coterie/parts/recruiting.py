@@ -12,6 +12,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 
 ENOUGH = 18  # times k²d: the pairs of rows from which on an iteration has been found reliable
+LEAST = 6  # pairs of rows of an anchor: with fewer its steps are mostly noise
 _H, _S = 0, 1  # streams under the key
 
 Subspace = Literal["auto", "printed", "symmetric", "pooled"]
@@ -32,40 +33,51 @@ class Recruiting:
     ell: int | None
     rounds: int
     orthogonal: int
-    reuse: bool
+    reuse: bool | None
     subspace: Subspace
+
+    @property
+    def rows_needed(self) -> int:
+        """The rows that an anchor needs for all iterations."""
+        return 2 * (self.ell or 0) * (1 if self.reuse else self.rounds)
 
     def recruited(self, k: int, d: int, cohort: Cohort, key: Key) -> Population:
         """Lines 3 and 7: the anchor clients H, and the other clients S_t of every iteration."""
-        anchors = self._choose_anchors(k, cohort, key)
+        found = self.recruits(k, d, cohort, key)
+        if isinstance(found, str):
+            raise ValueError(f"MomentDescent: {found}")
+        self._log(k, d, cohort, found)
+        return found
+
+    def recruits(self, k: int, d: int, cohort: Cohort, key: Key) -> Population | str:
+        """Who takes part, or why that cannot be."""
+        large = (cohort.sizes >= self.rows_needed).nonzero().flatten()
+        if len(large) < k:
+            return self._too_small(k, len(large), cohort.sizes)
+        anchors = large[key.fold(_H).shuffle(cohort.numbers[large])][: self.anchors].sort().values
         able = cohort.sizes >= 2
         able[anchors] = False
         order = key.fold(_S).shuffle(cohort.numbers)
         order = order[able[order]]
         if not len(order):
-            raise ValueError(
-                f"MomentDescent: no client besides the {len(anchors)} anchors has two rows; fewer anchors leave some"
-            )
+            return f"no client besides the {len(anchors)} anchors has two rows; fewer anchors leave some"
         evidence = torch.ones_like(order) if self.subspace == "printed" else cohort.sizes[order] - 1
-        found = Population(anchors, self._choose_others(order, evidence, ENOUGH * k**2 * d))
-        self._log(k, d, cohort, found)
-        return found
+        others = self._choose_others(order, evidence, ENOUGH * k**2 * d)
+        return others if isinstance(others, str) else Population(anchors, others)
 
-    def _choose_anchors(self, k: int, cohort: Cohort, key: Key) -> Tensor:
-        """Random ones of the clients that have enough rows."""
-        each = 2 * (self.ell or 0)
-        need = each if self.reuse else each * self.rounds
-        large = (cohort.sizes >= need).nonzero().flatten()
-        if len(large) < k:
-            way = "a smaller ell needs fewer" if self.reuse else f"with reuse=True it needs {each}"
-            raise ValueError(
-                f"MomentDescent: an anchor client needs {need} rows (ell={self.ell}, reuse={self.reuse}) and k={k} of "
-                f"them are needed at least, but {len(large)} of {len(cohort)} clients have so many (the largest has "
-                f"{int(cohort.sizes.max())}); {way}"
-            )
-        return large[key.fold(_H).shuffle(cohort.numbers[large])][: self.anchors].sort().values
+    def _too_small(self, k: int, large: int, sizes: Tensor) -> str:
+        """That too few clients can be anchors, and what to do."""
+        way = f"with reuse=True it needs {2 * (self.ell or 0)}"
+        if self.reuse:
+            most = int(sizes.sort(descending=True).values[:k][-1]) // 2
+            way = f"ell={most} would do" if most >= LEAST else "IFCA with restarts needs no anchors"
+        return (
+            f"an anchor client needs {self.rows_needed} rows (ell={self.ell}, reuse={self.reuse}) and k={k} of them "
+            f"are needed at least, but {large} of {len(sizes)} clients have so many (the largest has "
+            f"{int(sizes.max())}); {way}"
+        )
 
-    def _choose_others(self, order: Tensor, evidence: Tensor, enough: int) -> list[Tensor]:
+    def _choose_others(self, order: Tensor, evidence: Tensor, enough: int) -> list[Tensor] | str:
         """S_0, …, S_{T-1}, taken from clients in a random order, until they have enough evidence or are enough."""
         parts, begin, total = [], 0, evidence.cumsum(0)
         for _ in range(1 if self.reuse else self.rounds):
@@ -74,7 +86,7 @@ class Recruiting:
             if self.reuse and self.clients is None:
                 end = min(end, len(order))
             if end > len(order):
-                raise ValueError(self._too_few(order, math.ceil(enough / float(evidence.double().mean()))))
+                return self._too_few(order, math.ceil(enough / float(evidence.double().mean())))
             parts.append(order[begin:end].sort().values)
             begin = end
         return parts * self.rounds if self.reuse else parts
@@ -83,8 +95,8 @@ class Recruiting:
         need, times = self.clients or enough, 1 if self.reuse else self.rounds
         way = "clients=None takes those there are" if self.reuse else "reuse=True takes the same in every iteration"
         return (
-            f"MomentDescent: {times} iterations need about {times * need} clients with at least two rows besides "
-            f"the anchors, {need} each, but there are {len(order)}; {way}"
+            f"{times} iterations need about {times * need} clients with at least two rows besides the anchors, "
+            f"{need} each, but there are {len(order)}; {way}"
         )
 
     def _log(self, k: int, d: int, cohort: Cohort, found: Population) -> None:
@@ -95,9 +107,10 @@ class Recruiting:
         wanted = f" (of {self.anchors} asked for)" if anchors < (self.anchors or 0) else ""
         short = f", which is less than has been found reliable ({enough})" if rows < enough else ""
         cohort.log(
-            f"moment descent: {anchors} anchors{wanted} use {2 * (self.ell or 0)} rows in each of {self.rounds} "
-            f"iterations, with {len(others)} {'' if self.reuse else 'fresh '}clients that have {rows} rows beyond "
-            f"their first{short}; subspaces {self.subspace}, {sizes[self.subspace]} numbers up per client, anchor and "
+            f"moment descent (ell={self.ell}, reuse={self.reuse}): {anchors} anchors{wanted} use {2 * (self.ell or 0)} "
+            f"{'of their' if self.reuse else 'fresh'} rows in each of {self.rounds} iterations, with {len(others)} "
+            f"{'clients, always the same,' if self.reuse else 'fresh clients'} that have {rows} rows beyond their "
+            f"first{short}; subspaces {self.subspace}, {sizes[self.subspace]} numbers up per client, anchor and "
             f"iteration ({', '.join(f'{way}: {size}' for way, size in sizes.items())})"
         )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.core.model_tree import Branch, ModelTree
 from coterie.core.pytree import Params, put_rows, take, tree_map
-from coterie.parts.bipartition import Halves, contrast
 
 ROOT = 0
 
@@ -29,8 +29,9 @@ class Node(NamedTuple):
     updates: Tensor  # Δ_e (|c_v|, …): what these clients sent at the parent's θ*; empty at the root
     since: int  # the round in which it was made, -1 at the root
     cross: float = 1.0  # α_cross of its split
-    refused: bool = False  # whether a split of it was undone
-    judged: bool = False  # whether its split has stood its trial
+    checked: int = -1  # the round in which it was last seen whether to split it, or when it was made
+    whole: int = 0  # how often it was found whole, or a split of it was undone
+    rival: Any = ()  # while its split is on trial: what its model would be without, and its server's moments (1, …)
     warned: bool = False  # whether the log says why it is not split
 
 
@@ -43,10 +44,10 @@ class Cut(NamedTuple):
     contrast: float
 
     @classmethod
-    def of(cls, clients: Tensor, updates: Tensor, halves: Halves) -> Cut:
-        """The cut of clients with these updates into these halves."""
-        second = torch.from_numpy(halves.second)
-        return cls(clients[~second], clients[second], halves.cross, contrast(updates, second))
+    def of(cls, clients: Tensor, second: np.ndarray, cross: float, contrast: float) -> Cut:
+        """The cut of clients into those that are in the second half and the others."""
+        half = torch.from_numpy(second)
+        return cls(clients[~half], clients[half], cross, contrast)
 
     @property
     def margin(self) -> float:
@@ -66,17 +67,17 @@ def planted(m: int) -> Tree:
     return {ROOT: Node(-1, (), {}, torch.arange(m), torch.zeros(0, 0), since=-1)}
 
 
-def grown(tree: Tree, v: int, theta: Params, cut: Cut, updates: Tensor, t: int) -> Tree:
+def grown(tree: Tree, v: int, theta: Params, cut: Cut, updates: Tensor, t: int, rival: Any) -> Tree:
     """The tree after leaf v was split in round t at the model `theta`, by every client's `updates` (m, …)."""
     new = max(tree) + 1
-    parent = tree[v]._replace(children=(new, new + 1), theta=theta, cross=cut.cross, judged=False)
-    halves = [Node(v, (), {}, clients, updates[clients], since=t) for clients in (cut.first, cut.second)]
+    parent = tree[v]._replace(children=(new, new + 1), theta=theta, cross=cut.cross, rival=rival)
+    halves = [Node(v, (), {}, clients, updates[clients], since=t, checked=t) for clients in (cut.first, cut.second)]
     return {**tree, v: parent, new: halves[0], new + 1: halves[1]}
 
 
-def pruned(tree: Tree, v: int) -> Tree:
-    """The tree after the split of node v was undone: it is a leaf again, and is not split another time."""
-    leaf = tree[v]._replace(children=(), theta={}, cross=1.0, refused=True)
+def pruned(tree: Tree, v: int, t: int) -> Tree:
+    """The tree after the split of node v was undone in round t: it is a leaf again."""
+    leaf = tree[v]._replace(children=(), theta={}, cross=1.0, rival=(), checked=t, whole=tree[v].whole + 1)
     return {u: leaf if u == v else node for u, node in tree.items() if u not in tree[v].children}
 
 
@@ -91,6 +92,15 @@ def moved_down(node: Tensor, tree: Tree, v: int) -> Tensor:
 def split_rows(rows: Any, c: int, new: Any) -> Any:
     """A tree of rows (k, …), one per leaf, in which leaf c became two: `new` replaces row c and is the last row too."""
     return tree_map(lambda x, own: torch.cat([x[:c], own.to(x)[None], x[c + 1 :], own.to(x)[None]]), rows, new)
+
+
+def below(tree: Tree, leaves: tuple[int, ...], v: int) -> Tensor:
+    """Which leaves are node v or below it (k,)."""
+
+    def is_below(u: int) -> bool:
+        return u == v or (u >= 0 and is_below(tree[u].parent))
+
+    return torch.tensor([is_below(leaf) for leaf in leaves])
 
 
 def cluster_of(tree: Tree, leaves: tuple[int, ...], node: Tensor) -> Tensor:

@@ -315,7 +315,7 @@ def _of_theorem(facts: _Facts, algorithm: Method, state: Any) -> Iterator[Figure
     yield Figure(
         "ν log(e/ν)", min(nu, 1.0) * (1 - math.log(min(nu, 1.0))), "at most 1; above it ν says nothing", "Theorem 2"
     )
-    if isinstance(algorithm, FedX):
+    if isinstance(algorithm, FedX) and not algorithm.solves(state):  # least squares take no steps
         gamma = 2 * state.lr * facts.curvature
         prox, s = algorithm.refine == "fedprox", algorithm.tau
         kappa = 1 + gamma if prox else s * gamma / (1 - (1 - gamma) ** s)

@@ -217,8 +217,8 @@ class PointScorer:
         """How many points of each true cluster are in each, and what they score there; the slot is the commonest."""
         inner = self.algorithm.points(task)
 
-        def run(theta: Params, local: Local) -> Reply:
-            label = inner.run(theta, local).note["label"]
+        def run(sent: Any, local: Local) -> Reply:
+            theta, label = self.algorithm.models_asked(sent), inner.run(sent, local).note["label"]
             mask, rows = local.data.mask, local.data.mask.sum()
             own = membership(label, self.algorithm.k, mask)
             each = each_model(lambda t: task.score(t, local.data))(theta).T  # (n, k), or (n, 1) if all have one model
@@ -233,8 +233,8 @@ class PointScorer:
         """Add what the client's points score to what all clients' do."""
         inner = self.score(task)
 
-        def run(theta: Params, local: Local) -> Reply:
-            rows, own = local.data.mask.sum(), inner.run(theta, local)
+        def run(sent: Any, local: Local) -> Reply:
+            rows, own = local.data.mask.sum(), inner.run(sent, local)
             return Reply({"score": own.note["score"].nan_to_num()}, (rows > 0).float())
 
         return ClientStep(run, inner.draw)
@@ -346,7 +346,7 @@ def _points(method: PointMethod, state: Any, everybody: Cohort, choose_on: str) 
     y = cohort.federation.part(cohort.part).y
     known = not y.is_floating_point() and y.dim() == 1 and bool((y >= 0).all())
     scorer = PointScorer(method, int(y.max()) + 1 if known else 0)
-    reply = cohort.gather(scorer.score, method.models(state), slots=method.k)
+    reply = cohort.gather(scorer.score, method.asked(state), slots=method.k)
     score = reply.note["score"].cpu().numpy()
     same_rows = cohort.federation.part(choose_on) is cohort.federation.part("test")  # k-FED need not look again
     labels = reply.slot if same_rows else method.place(state, everybody.on(choose_on))

@@ -83,7 +83,7 @@ def _floor(spec: dict[str, Any], change: dict[str, Any], seed: int, device: str)
     groups = federation.groups
     assert groups is not None
     s, gamma = 10, 0.9
-    algorithm = FedX(len(models), tau=s, init=models)
+    algorithm = FedX(len(models), refine="fedavg", tau=s, init=models)
     state = last_state(algorithm, problem.task, federation, spec["floor_rounds"], seed, device)
     nu = _nu(federation.train.sizes, *problem.truth.shape)
     bound = spec["data"]["sigma"] * _kappa("fedavg", gamma, s) / _rho(federation) * nu * (1 - math.log(nu))

@@ -17,14 +17,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.mixture import GaussianMixture
 
+from coterie import KFED
 from coterie.runs import plots
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.fit import fit
+from coterie.runs.metrics import purity
 from coterie_lab.reproduce.notebook import Notebook
+from coterie_lab.reproduce.regressions import Regression
 from coterie_lab.reproduce.rounds import seeded
 
 Cell = dict[str, Any]
+
+BELOW = 0.02  # by which points may be less pure than under a mixture of all of them
+NEAR = 1.5  # times the oracle's error, from which on the models of a mixed regression have not been found
 
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
@@ -91,7 +98,49 @@ def _groups(problem: dict[str, Any], method: dict[str, Any], seed: int) -> Cell:
     }
 
 
-SCORES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Cell]] = {"groups": _groups}
+def _points(problem: dict[str, Any], method: dict[str, Any], seed: int) -> Cell:
+    """Right if points are at most `BELOW` less pure than under the best mixture fitted to all of them at once."""
+    federation = seeded(problem["data"], seed)
+    algorithm, k = build_algorithm({**method["algorithm"], "k": problem["data"]["k"]}), problem["data"]["k"]
+    points, y = federation.train.x.flatten(1).double().numpy(), federation.train.y.numpy()
+    task = build_task({"kind": "density", "model": {"name": "affine_flow", "inputs": points.shape[1]}})
+    done = fit(algorithm, task, federation, rounds=method["rounds"], seed=seed, device="cpu", evaluations=1)
+    alone = fit(KFED(k), None, federation, rounds=1, seed=seed, device="cpu", evaluations=1)
+    mixture = GaussianMixture(k, n_init=10, random_state=seed).fit(points)
+    beside = {"mixture": purity(mixture.predict(points), y), "k-FED": float(alone.purity or 0.0)}
+    found = float(done.purity or 0.0)
+    return {
+        "seed": seed,
+        "right": found >= beside["mixture"] - BELOW,
+        "score": found,
+        "beside": beside,
+        "bytes": sum(row["bytes_down"] + row["bytes_up"] for row in done.history),
+        "warned": len(done.warnings),
+    }
+
+
+def _models(problem: dict[str, Any], method: dict[str, Any], seed: int) -> Cell:
+    """Right if the models' error is at most 1.5 times that of least squares on the rows of each true cluster."""
+    regression = Regression.of({n: v for n, v in problem["data"].items() if n != "name"}, seed)
+    algorithm, federation = build_algorithm(method["algorithm"]), regression.federation
+    done = fit(algorithm, regression.task, federation, rounds=method["rounds"], seed=seed, device="cpu", evaluations=1)
+    ratio = regression.error(done.models) / regression.oracle(federation)
+    return {
+        "seed": seed,
+        "right": ratio <= NEAR,
+        "score": ratio,
+        "labels": done.scores.clustering["matched"],
+        "clusters": len(done.models),
+        "bytes": sum(row["bytes_down"] + row["bytes_up"] for row in done.history),
+        "warned": len(done.warnings),
+    }
+
+
+SCORES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Cell]] = {
+    "groups": _groups,
+    "models": _models,
+    "points": _points,
+}
 
 
 # --- the table and the picture --------------------------------------------------------------------------------------
@@ -107,9 +156,16 @@ def _row(problem: dict[str, Any], method: dict[str, Any], cells: list[Cell]) -> 
         "share": right / len(cells),
         "wanted": method.get("wanted"),
         "score": statistics.fmean(cell["score"] for cell in cells),
+        "beside": _beside(cells),
         "warned": sum(cell.get("warned", 0) > 0 for cell in cells),
         "MB": statistics.fmean(cell.get("bytes", 0) for cell in cells) / 1e6,
     }
+
+
+def _beside(cells: list[Cell]) -> str:
+    """The mean scores of what cells are compared with, if anything."""
+    names = cells[0].get("beside", {})
+    return ", ".join(f"{name} {statistics.fmean(cell['beside'][name] for cell in cells):.3f}" for name in names)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
