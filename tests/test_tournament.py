@@ -104,6 +104,13 @@ def test_the_best_k_are_those_of_all_subsets():
         assert price[kept] <= sorted(price.values())[1] + 1e-6  # a local search: the best, or the next
 
 
+def test_the_search_ends_where_choices_tie():
+    for seed in range(50):
+        g = torch.Generator().manual_seed(seed)
+        choose, judge = torch.randint(0, 3, (12, 7), generator=g).float(), torch.rand(12, 7, generator=g)
+        assert len(set(best_served(choose, judge, 3).tolist())) == 3
+
+
 def test_more_models_that_are_better_by_chance_only_are_not_preferred():
     # Models 0 and 1 serve the same clients; whom they serve better differs from row to row. Model 2 serves two clients.
     choose, judge = torch.zeros(10, 3), torch.zeros(10, 3)

@@ -155,14 +155,17 @@ def best_served(choose: Tensor, judge: Tensor, k: int) -> Tensor:
     choose, kept = choose.nan_to_num(nan=torch.inf), list(range(choose.shape[1]))
     while len(kept) > k:
         kept.pop(int(_without_each(choose[:, kept], judge[:, kept])[1].sum(0).argmin()))
+    now = judge[:, kept].gather(1, choose[:, kept].argmin(1, keepdim=True)).sum()
     while True:
-        now = judge[:, kept].gather(1, choose[:, kept].argmin(1, keepdim=True)).sum()
         loss, judged = _without_each(choose[:, kept], judge[:, kept])
         pairs = zip(choose.T[..., None], judge.T[..., None], strict=True)
         price = torch.stack([torch.where(new < loss, own, judged).sum(0) for new, own in pairs])  # (c, k)
         price[kept] = torch.inf
         if not price.min() < now:
             return torch.tensor(kept)
+        now = (
+            price.min()
+        )  # not computed anew: where choices tie it would differ, and the search might go round for ever
         new, old = divmod(int(price.argmin()), k)
         kept[old] = new
 
