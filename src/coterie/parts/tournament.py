@@ -163,9 +163,7 @@ def best_served(choose: Tensor, judge: Tensor, k: int) -> Tensor:
         price[kept] = torch.inf
         if not price.min() < now:
             return torch.tensor(kept)
-        now = (
-            price.min()
-        )  # not computed anew: where choices tie it would differ, and the search might go round for ever
+        now = price.min()  # computed anew it could differ where choices tie, and the search would never end
         new, old = divmod(int(price.argmin()), k)
         kept[old] = new
 
