@@ -161,6 +161,7 @@ def test_every_step_is_run_under_vmap_by_some_variant(name, monkeypatch):
             cohort = simulated(federation, task, Key.of(0).fold(1), executor="vmap")
             state, _ = run_rounds(method, cohort, 4)
             method.place(state, cohort)
+            list(method.doubts(state, cohort))
             if "commonest" in ran:  # it runs the points' own step
                 ran.add("points")
     assert steps and steps <= ran, steps - ran

@@ -668,7 +668,7 @@ def test_a_run_goes_on_where_a_third_is_gone_after_the_keys_are_exchanged(grid, 
     ("algorithm", "said"),
     [
         ({"name": "cfl"}, "CFL.step needs every client's own reply"),
-        ({"name": "ifca", "k": 3}, "FarthestFirst.train needs every client's own reply"),
+        ({"name": "ifca", "k": 3}, "Tournament.train needs every client's own reply"),
         ({"name": "local_only"}, "LocalOnly.step needs every client's own reply"),
     ],
 )

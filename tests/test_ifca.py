@@ -245,3 +245,9 @@ def test_bad_settings(settings, message):
     with pytest.raises(ValueError) as error:
         ct.fit(ct.IFCA(**settings), LINE, line(0, 1, 10), rounds=1)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("shared", "start"), [((), "Tournament"), (("weight",), "FarthestFirst")])
+def test_the_default_start_is_a_tournament_unless_parameters_are_shared(shared, start):
+    with pytest.raises(ValueError, match=f"secure sum: {start}.train"):
+        ct.fit(ct.IFCA(2, shared=shared), LINE, line(0, 0, 5, 5, rows=5), rounds=1, secure=ct.SecureSum())

@@ -404,7 +404,7 @@ def test_points_too(points, algorithm, task):
     [
         (ct.CFL(), "CFL.step needs every client's own reply"),
         (ct.CFL(sketch=50), "CFL.step tells the server every client's "),
-        (ct.IFCA(k=3), "FarthestFirst.train needs every client's own reply"),
+        (ct.IFCA(k=3), "Tournament.train needs every client's own reply"),
         (ct.IFCA(k=3, init="balanced"), "Balanced.choose needs every client's own reply"),
     ],
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.uifca import UIFCA, Disturbed
     from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
+    from coterie.parts.tournament import Tournament
     from coterie.runs.diagnosis import Diagnosis, diagnose
     from coterie.runs.evaluate import Scores
     from coterie.runs.fit import fit

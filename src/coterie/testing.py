@@ -300,7 +300,7 @@ def _steps_can_be_batched(method: Method, problem: Problem) -> None:
 
 def _secure_sum(method: Method, problem: Problem) -> None:
     fields = {f.name: f for f in dataclasses.fields(method)}
-    if "init" in fields and fields["init"].default in ("farthest_first", "centres"):
+    if "init" in fields and fields["init"].default in (None, "farthest_first", "centres"):
         method = dataclasses.replace(method, init="random")  # the default asks single clients for their models
     try:
         fit(method, *problem, rounds=2, secure=SecureSum(), evaluations=1)

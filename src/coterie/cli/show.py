@@ -334,6 +334,7 @@ def _run_lines(view: View) -> str:
     parts += [f"{len(r['labels'])} clients, {len(view.history)} rounds, {r['seconds']:.1f} s on {r['device']}", *score]
     if "ari" in r:
         parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
+    parts += [f"[yellow]warning: {escape(warning)}[/yellow]" for warning in r.get("warnings", [])]
     return "\n".join(parts)
 
 

@@ -125,18 +125,13 @@ class Method(ABC):
         """The models on the way to the clusters' models, for methods that split; None for others."""
         return None
 
+    def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
+        """What speaks against the result when a run ends, a sentence each. Clients may be asked, uncharged."""
+        yield from ()
+
     def done(self, state: Any) -> bool:
         """Whether there is nothing left to do."""
         return False
-
-    def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
-        """What speaks against the last state as a result, for `Run.warnings`.
-
-        Args:
-            state: After the last round.
-            cohort: All clients that can be reached; what they are asked here is not charged to the run.
-        """
-        yield from ()
 
 
 @dataclass(frozen=True)

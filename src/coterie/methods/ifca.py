@@ -26,12 +26,14 @@ from coterie.core.step import client_step
 from coterie.core.sums import Sums, mean_of
 from coterie.core.task import Task
 from coterie.core.train import Gradient, Models, Rows, Train
-from coterie.parts.choosing import Choosing, counted
+from coterie.parts.choosing import counted
+from coterie.parts.doubts import Doubting
 from coterie.parts.restarts import Restarts, held_out_loss
 from coterie.parts.revival import Revival
 from coterie.parts.server_step import ServerStep
 from coterie.parts.sharing import Sharing
-from coterie.parts.starts import FarthestFirst, Start, find_start
+from coterie.parts.starts import Start, find_start
+from coterie.parts.tournament import Tournament
 
 
 class State(NamedTuple):
@@ -49,7 +51,7 @@ class State(NamedTuple):
 
 @register("ifca")
 @dataclass(frozen=True)
-class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
+class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
     """Alternate between estimating each client's cluster and improving the cluster models.
 
     Args:
@@ -57,12 +59,15 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
         average: "model" (option II: the mean of locally trained models) or "gradient" (option I).
         normalise: Option I divides the summed gradients by the cluster's own weight ("cluster") or by that of all m
             clients ("all", as printed). As printed the larger cluster takes the larger step and tends to win everybody.
-        init: The start: "farthest_first", "random" (the paper's), "balanced", "random_groups", one of their classes
-            with settings of your own, or k state dicts. Farthest-first loses far fewer groups than random does, and
-            costs one exchange in which the server sees the models of some clients.
+        init: The start: "tournament", "farthest_first", "random" (the paper's), "balanced", "random_groups", one of
+            their classes with settings of your own, or k state dicts. None takes the tournament, which finds groups
+            where the others lose some, and costs some exchanges in which the server sees the models of up to 200
+            clients; or with `shared`, farthest-first: its models are not trained for so long that their shared
+            parameters no longer go together.
         restarts: Starts that are run side by side; the best by held-out loss is kept.
         holdout: Share of each client's rows that is kept out of the rounds' training to compare restarts (only if
-            restarts > 1; 0 compares by training loss). Starts that train, such as farthest-first, use all rows.
+            restarts > 1; 0 compares by training loss). Starts that train, such as farthest-first, use all rows, but the
+            tournament holds out a fifth of its own.
         shared: Names of the parameters that all clusters share (Section 4.1); the others are clustered.
         patience: Once no client has changed its cluster for so many rounds, each is sent its own model only
             (Section 4.1). None always sends all k.
@@ -79,12 +84,12 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
         (4, 16)
     """
 
-    quick = {"init": FarthestFirst(steps=4)}
+    quick = {"init": Tournament(steps=4, bouts=1)}
 
     k: int = setting(low=1)
     average: Literal["model", "gradient"] = "model"
     normalise: Literal["cluster", "all"] = "cluster"
-    init: str | Start | Sequence[Params] = "farthest_first"
+    init: str | Start | Sequence[Params] | None = None
     restarts: int = setting(1, low=1)
     holdout: float = setting(0.2, low=0, high=0.9)
     shared: tuple[str, ...] = ()
@@ -96,7 +101,8 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Choosing):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Line 1: the initial models, r times k of them."""
         self._check(task, cohort)
-        draw = find_start(self.init, self.k)
+        default = "farthest_first" if self.shared else "tournament"
+        draw = find_start(default if self.init is None else self.init, self.k)
         theta = self.tied(self.drawn(lambda r: draw(self.k, self.lr, task, cohort.fold(r), key.fold(r))))
         never, none = torch.full((self.restarts, cohort.population), -1), torch.zeros(self.restarts, self.k).long()
         moments = self.begin_server(_in_line(theta), task)

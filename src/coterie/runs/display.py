@@ -33,6 +33,7 @@ def card(run: Run) -> Card:
         rows.append((f"cluster {j}", f"{n:,} {what}{'' if n == 1 else 's'}{own}"))
     if len(found) > CLUSTERS:
         rows.append(("…", f"{len(found) - CLUSTERS:,} more clusters"))
+    rows.extend(("warning", warning) for warning in run.warnings)
     if run.path is not None:
         rows.append(("folder", str(run.path)))
     return Card(f"Run of {spelled(run.algorithm)}", rows)

@@ -52,8 +52,8 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
         raise ValueError(f"{path} was made with {other}")
     scores = _scores(result, method, content["state"])
     cohort = Cohort(engine, Ledger(memory=content["memory"]))
-    margins = _array(result.get("margins") or [None] * len(cohort))
-    return Run(method, content["state"], read_history(path), path, cohort, lambda: scores, margins)
+    margins, warnings = _array(result.get("margins") or [None] * len(cohort)), result.get("warnings", [])
+    return Run(method, content["state"], read_history(path), path, cohort, lambda: scores, margins, warnings)
 
 
 class Absent(Engine):

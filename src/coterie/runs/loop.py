@@ -287,10 +287,9 @@ class Loop:
         scored = run.score  # by all processes of a run together
         losses = [row["loss"] for row in run.history if row["loss"] is not None]
         doubts = self._doubts()
-        if self.cohort.engine.leads:
-            run.warnings.extend(doubts)
         if self.cohort.engine.leads and not self.method.needs.points:  # their losses may go up: shrinking raises them
             run.warnings.extend(sanity.doubts(losses, scored, self.cohort.engine))
+        run.warnings.extend(doubts if self.cohort.engine.leads else [])
         for warning in run.warnings:
             log.warning(warning)
         if self.record:
