@@ -65,8 +65,8 @@ VARIANTS = {
 
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
 FLOWN = (
-    "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed", "kept_adam",
-    "server_yogi",
+    "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed",
+    "kept_adam", "server_yogi",
 )  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.
 SAMPLED = {"stop_and_resume", "renumbering_clients_renumbers_labels"}

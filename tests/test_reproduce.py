@@ -201,3 +201,8 @@ def test_images_and_their_representations_are_grouped(tmp_path, monkeypatch):
     rows = {(r["data"], r["method"]): r for r in quick("uifca-table43", tmp_path)["rows"]}
     assert len(rows) == 4 and all(25 <= r["purity"] <= 100 for r in rows.values())
     assert rows["rotations", "k-FED + UIFCA, affine, shrunk"]["purity"] > 50
+
+
+def test_the_grid_of_problems_runs_in_several_processes(tmp_path):
+    rows = quick("robustness", tmp_path)["rows"]
+    assert [(r["method"], r["right"]) for r in rows] == [("IFCA", "1 of 1"), ("CFL", "1 of 1")]
