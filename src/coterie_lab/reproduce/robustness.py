@@ -42,7 +42,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
         device: Not used: cells are small, and there are many.
         notebook: Stores the parts that are done.
     """
-    rows, runs = [], []
+    rows = []
     with _pool() as pool:
         waiting = [
             (problem, method, _cells(pool, spec, problem, method, notebook))
@@ -52,8 +52,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
         for problem, method, cells in waiting:
             found = notebook.entry(_name(problem, method), lambda cells=cells: [cell.result() for cell in cells])
             rows.append(_row(problem, method, found))
-            runs += [{"problem": problem["name"], "method": method["name"], **cell} for cell in found]
-    return {"seeds": spec["seeds"], "rows": rows, "runs": runs}
+    return {"seeds": spec["seeds"], "rows": rows}
 
 
 def _pool() -> ProcessPoolExecutor:
@@ -154,6 +153,7 @@ def _row(problem: dict[str, Any], method: dict[str, Any], cells: list[Cell]) -> 
         "method": method["name"],
         "right": f"{right} of {len(cells)}",
         "share": right / len(cells),
+        "wrong": [cell["seed"] for cell in cells if not cell["right"]],
         "wanted": method.get("wanted"),
         "score": statistics.fmean(cell["score"] for cell in cells),
         "beside": _beside(cells),
@@ -180,7 +180,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     if earlier.exists():
         stored = json.loads(earlier.read_text(encoding="utf-8"))
         before = {(r["problem"], r["method"]): r["share"] for r in stored["rows"]}
-    methods = list(dict.fromkeys(r["method"] for r in result["rows"]))
+    methods = list(dict.fromkeys(r["method"] for r in result["rows"] if r["wanted"] is not None))
     counts = [sum(r["method"] == m for r in result["rows"]) for m in methods]
     fig = plots.figure(8.6, 0.9 * len(methods) + 0.22 * sum(counts))
     panels = fig.subplots(len(methods), 1, squeeze=False, sharex=True, height_ratios=counts)[:, 0]
@@ -202,7 +202,8 @@ def _bars(axes: Any, rows: list[dict[str, Any]], before: dict[tuple[str, str], f
     wanted = [(y, 100 * r["wanted"]) for y, r in zip(at, rows, strict=True) if r["wanted"] is not None]
     axes.plot([x for _, x in wanted], [y for y, _ in wanted], "|", ms=11, mew=1.6, color="black", label="wanted")
     axes.set_yticks(at, [r["problem"] for r in rows], fontsize=8)
-    axes.set_xlim(0, 104)
+    axes.set_xlim(-1, 104)  # room for marks at the ends
+    axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.invert_yaxis()
     plots.tidy(axes)
 
