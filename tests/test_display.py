@@ -30,7 +30,8 @@ def run(digits, tmp_path_factory):
 @pytest.fixture(scope="module")
 def tree_run(tmp_path_factory):
     task, federation = ct.Task.regressor(ct.models.Linear(4, 1)), testing.regressions()
-    return ct.fit(ct.CFL(), task, federation, rounds=30, out=tmp_path_factory.mktemp("runs") / "cfl")
+    split = ct.CFL(schedule=(5, 20), holdout=0.0)
+    return ct.fit(split, task, federation, rounds=30, out=tmp_path_factory.mktemp("runs") / "cfl")
 
 
 class Terminal(io.StringIO):

@@ -119,7 +119,7 @@ FLOW = ct.models.AffineFlow(6)
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_site_is_back_under_another_number_and_remembers(closed, points, of_points, tmp_path):
-    algorithm = ct.UIFCA(k=3, restarts=2, closed=closed, tau=2, steps=3, lr=1e-3)
+    algorithm = ct.UIFCA(k=3, restarts=2, init="mixed", mixture=False, closed=closed, tau=2, steps=3, lr=1e-3)
     task = ct.Task.density(FLOW)
     of_points.start(2, 7)
     swap = {2: [lambda: of_points.stop(7), lambda: of_points.start(2, 77)]}

@@ -52,7 +52,8 @@ class Tournament(Start):
         """Train, average, and choose k of the averages."""
         some = cohort.sample(max(k, self.clients) / len(cohort))
         first, last = self._trained(task.init(key.fold(0)), torch.tensor(lr if self.lr is None else self.lr), some)
-        sound = torch.stack([x.flatten(1).isfinite().all(1) for x in leaves(last.update)]).all(0).nonzero().flatten()
+        finite = [x.reshape(len(x), -1).isfinite().all(1) for x in leaves(last.update)]
+        sound = torch.stack(finite).all(0).nonzero().flatten()
         if len(sound) < k:  # training diverges, and whoever asked will say so
             return take(last.update, torch.arange(k))
         trained, weight = take(last.update, sound), last.weight[sound]
@@ -94,7 +95,8 @@ class Tournament(Start):
 
 def squared_distances(models: Params) -> Tensor:
     """Between all of some models (m, …): (m, m)."""
-    inner = torch.stack([y @ y.T for x in models.values() for y in [(x - x.mean(0)).flatten(1)]]).sum(0).double().cpu()
+    rows = [(x - x.mean(0)).reshape(len(x), -1) for x in models.values()]
+    inner = torch.stack([x @ x.T for x in rows]).sum(0).double().cpu()
     return (inner.diagonal() + inner.diagonal()[:, None] - 2 * inner).clamp(min=0)
 
 

@@ -305,7 +305,7 @@ def _summed(method: Method, state: Any, cohort: Cohort, choose_on: str) -> Summe
     models, test = method.models(state), cohort.on("test")
     k = len(next(iter(models.values())))
     if isinstance(method, PointMethod):
-        kind, sums = SummedPointScores, test.combine(PointScorer(method, groups=0).tally, models)
+        kind, sums = SummedPointScores, test.combine(PointScorer(method, groups=0).tally, method.asked(state))
     else:  # a client chooses by itself, or where it is follows from who it is
         choose = method.own_choice()
         rows = method.place(state, cohort.on(choose_on)) if choose is None else OwnChoice(choose, choose_on)
