@@ -216,6 +216,15 @@ def test_clients_that_were_away_wait_at_the_parent_and_are_placed_when_heard():
     assert ari(algorithm.labels(state).numpy(), federation.groups.numpy()) == 1.0
 
 
+def test_a_cluster_whose_clients_are_away_is_not_tested():
+    algorithm, cohort = ct.CFL(patience=3, holdout=0.0), cohort_of(permuted())
+    state = algorithm.start(digits_task, cohort.at(0), Key.of(0))
+    for t in range(9):  # when the next test is due, only clients of the first half are there
+        here = (algorithm.labels(state) == 0).nonzero().flatten() if t > 3 else torch.arange(20)
+        state, _ = algorithm.round(state, cohort.only(here).at(t))
+    assert len(state.leaves) == 2
+
+
 def test_zero_and_diverging_clients_are_kept_out_and_named(caplog):
     caplog.set_level(logging.INFO, "coterie")
     g = torch.Generator().manual_seed(0)

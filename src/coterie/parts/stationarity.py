@@ -89,6 +89,8 @@ class Stationarity(SplitTrials, Privacy):
     def tested(self, state: Any, c: int, clients: Tensor, cohort: Cohort) -> tuple[Cut | None, str | None]:
         """How to cut leaf c by what its clients' rows want of its model, None if not at all; and a reason against."""
         here = torch.isin(cohort.clients, clients).nonzero().flatten()
+        if len(here) < 2:  # the others cannot be reached now
+            return None, None
         some = cohort.only(here[:: -(-len(here) // PROBED)]).fold(state.leaves[c])
         note = some.gather(self.wishes, take(state.theta, c)).note
         usable = comparable(note["sums"].flatten(1), note["rows"].flatten(1).sum(1))
@@ -102,10 +104,7 @@ class Stationarity(SplitTrials, Privacy):
         if found.signal < SURE:  # (33)
             return cut, f"what its clients want of their own may be chance ({found.signal:.1f} standard deviations)"
         if cut.contrast < self.contrast:
-            return (
-                cut,
-                f"the halves are {cut.contrast:.1f} times as far apart as by chance, less than {self.contrast:g}",
-            )
+            return cut, f"its halves are {cut.contrast:.1f} times as far apart as by chance, not {self.contrast:g}"
         return cut, None
 
     @client_step
