@@ -30,7 +30,7 @@ from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
-from coterie.core.train import SECRECY, Models
+from coterie.core.train import Models
 from coterie.parts.random_effects import (
     Frame,
     Mixture,
@@ -41,13 +41,17 @@ from coterie.parts.random_effects import (
     maximised,
     parameters,
     posterior,
-    starts,
+    scattered,
+    seeds,
+    started,
     values_of,
 )
 
 LARGEST = 50  # parameters up to which Σ is full by default
 FIRST = 30  # iterations at most of the one-component fit that others start from
 ROUGH = 0.1  # of its log-likelihood: with less gain in an iteration it has arrived
+MANY = 3  # components, for each that is looked for, among whose centres starts are chosen
+SCATTERS = 3  # times that these are drawn
 FAR = 50  # rounds as good as the last that a fit would need to become the best: it is given up
 HALVING = 4  # rounds after which the worse half of the starts is given up, and again
 
@@ -84,7 +88,7 @@ class MixedEffects(Method):
     Args:
         k: Components; "auto" takes the number with the lowest BIC, up to `at_most`.
         covariance: Of the parameters within a component: "full", "diagonal", or "auto": full up to 50 parameters.
-        shared: Whether all components have one Σ, or each its own.
+        tied: Whether all components have one Σ, or each its own.
         restarts: Starts for each k > 1 that run side by side; every four rounds the less likely half is given up.
         at_most: The largest k that "auto" tries.
         tol: The run ends once a round raises no fit's log-likelihood by more.
@@ -103,7 +107,7 @@ class MixedEffects(Method):
 
     k: int | Literal["auto"] = setting(1, low=1)
     covariance: Literal["auto", "full", "diagonal"] = "auto"
-    shared: bool = True
+    tied: bool = True
     restarts: int = setting(16, low=1)
     at_most: int = setting(6, low=1)
     tol: float = setting(1e-3, low=0)
@@ -111,12 +115,10 @@ class MixedEffects(Method):
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Units in which features are alike, one model for all in them, and the starts of every fit."""
         sizes, like = self._sizes(task, cohort), task.init(Key.of(0))
-        frame, mixture = self._framed(sum(x.numel() for x in like.values()), cohort)
-        if sizes != [1]:
-            mixture = self._varied(Sent(mixture, frame), cohort)
-        fits = [starts(mixture, k, max(sizes), self.restarts, key.fold(k).generator()) for k in sizes]
-        mixture = tree_map(lambda *xs: torch.cat(xs), *fits)
-        if not self.shared:
+        frame, one = self._framed(sum(x.numel() for x in like.values()), cohort)
+        fits = [one] if sizes == [1] else self._starts(sizes, Sent(one, frame), cohort, key)
+        mixture: Mixture = tree_map(lambda *xs: torch.cat(xs), *fits)
+        if not self.tied:
             mixture = mixture._replace(factor=mixture.factor.repeat_interleave(max(sizes), 1))
         size = torch.tensor([k for k, fit in zip(sizes, fits, strict=True) for _ in fit.noise])
         unknown = torch.full(size.shape, -torch.inf, dtype=torch.float64)
@@ -139,7 +141,7 @@ class MixedEffects(Method):
         )
         best = self.best(after)
         labels = state.labels.clone()
-        labels[cohort.clients] = sums.note["label"][:, best]
+        labels[cohort.clients] = sums.note["component"][:, best]
         return self._pruned(after._replace(labels=labels), cohort), Report(cohort.clients, sums.note["loss"][:, best])
 
     def done(self, state: State) -> bool:
@@ -186,10 +188,10 @@ class MixedEffects(Method):
             rows = sent.frame.rows(task, local.data)
             found = posterior(sent.mixture, rows)
             each = found.loglik / rows.count.clamp(min=1) - sent.frame.unit.log()
-            note = {"label": found.evidence.argmax(-1), "loss": -each}
+            note = {"component": found.evidence.argmax(-1), "loss": -each}
             return Reply(contribution(sent.mixture, rows, found), note=note)
 
-        return ClientStep(run, secrecy=SECRECY)
+        return ClientStep(run, secrecy={"component": "hidden", "loss": "mean"})
 
     @client_step
     def own(self, task: Task) -> ClientStep:
@@ -221,7 +223,7 @@ class MixedEffects(Method):
     def criterion(self, state: State) -> Tensor:
         """The BIC of every fit (f,)."""
         d, diagonal = state.mixture.mean.shape[-1], state.mixture.diagonal
-        free = parameters(state.size, d, diagonal=diagonal, own=not self.shared)
+        free = parameters(state.size, d, diagonal=diagonal, own=not self.tied)
         return bic(state.loglik.cpu(), free, len(state.labels))
 
     def fitted(self, state: State) -> Mixture:
@@ -306,16 +308,25 @@ class MixedEffects(Method):
         basis = torch.where(sums["seen"] > 0, 1 / size, 0.0)[:-1]
         return Frame(basis, size[-1]), first_mixture(torch.zeros_like(basis), diagonal=True)
 
-    def _varied(self, sent: Sent, cohort: Cohort) -> Mixture:
-        """The fit of one component, from which those of several start."""
-        last = -torch.inf
-        for t in range(FIRST):
-            sums = _total(cohort.fold(t).combine(self.step, sent))
-            sent = sent._replace(mixture=maximised(sent.mixture, sums))
+    def _starts(self, sizes: list[int], sent: Sent, cohort: Cohort, key: Key) -> list[Mixture]:
+        """Where fits of so many components begin: by k-means++ among the centres of an iteration with many."""
+        one, last = sent, -torch.inf
+        for t in range(FIRST):  # one component, as far as it matters
+            sums = _total(cohort.fold(t).combine(self.step, one))
+            one = one._replace(mixture=maximised(one.mixture, sums))
             if float(sums["loglik"]) - last < ROUGH:
                 break
             last = float(sums["loglik"])
-        return sent.mixture
+        many = min(MANY * max(sizes), cohort.population)
+        wide = sent._replace(mixture=scattered(one.mixture, many, SCATTERS, key.fold(0).generator()))
+        found = maximised(wide.mixture, _total(cohort.fold(FIRST).combine(self.step, wide)))
+        centres, weight = found.mean.flatten(0, 1), found.share.flatten()
+        return [
+            started(one.mixture, seeds(centres, weight, k, self.restarts, key.fold(k).generator()), max(sizes))
+            if k > 1
+            else started(one.mixture, one.mixture.mean, max(sizes))
+            for k in sizes
+        ]
 
     def _pruned(self, state: State, cohort: Cohort) -> State:
         """The state without fits that are given up; at the end, with the best one alone."""

@@ -279,7 +279,8 @@ def _factor(root: Tensor, within: Tensor) -> Tensor:
         return root.abs() * within.clamp(min=0).sqrt()
     values, vectors = torch.linalg.eigh(root @ within @ root.mT)
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))  # an eigenvector has no sign of its own
-    return vectors * (largest.sign() * values.clamp(min=0).sqrt()[..., None, :])
+    # In the order of memory that a state has which was written and read again: products then have the same bits.
+    return (vectors * (largest.sign() * values.clamp(min=0).sqrt()[..., None, :])).contiguous()
 
 
 def _expanded(mixture: Mixture, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,7 +326,7 @@ def framed(size: Tensor, moments: Tensor, rows: Tensor) -> tuple[Frame, Mixture]
     basis = vectors[:, there] / values[there].sqrt()
     effect = basis.mT @ mean[:-1, -1]
     left = (mean[-1, -1] - effect.square().sum()).clamp(min=NARROW).sqrt()  # of targets of size 1
-    frame = Frame(basis / (size * scale)[:-1, None], left * (size * scale)[-1])
+    frame = Frame((basis / (size * scale)[:-1, None]).contiguous(), left * (size * scale)[-1])
     return frame, first_mixture(effect / left, diagonal=False)
 
 
@@ -337,31 +338,50 @@ def first_mixture(mean: Tensor, *, diagonal: bool) -> Mixture:
     return Mixture(mean.new_ones(1, 1), mean[None, None], factor[None, None], mean.new_full((1,), 0.5))
 
 
-def starts(mixture: Mixture, k: int, width: int, count: int, generator: torch.Generator) -> Mixture:
-    """Where fits of k components begin: at draws of θ along the k - 1 axes on which clients differ most.
+def scattered(mixture: Mixture, k: int, count: int, generator: torch.Generator) -> Mixture:
+    """Fits of more components than there are groups, by which these are looked for: at draws of θ.
 
-    K groups differ along k - 1 axes at most, and if they are far apart these are the principal ones of Σ. No single
-    client need be seen for that.
+    Groups that are far apart differ along the axes of Σ that are longest. No single client need be seen for that.
 
     Args:
         mixture: Of one component (f = 1).
         k: Components.
-        width: Components at most of any fit: those that there are not have share 0.
-        count: Fits; a single one where k = 1.
+        count: Fits.
         generator: Of the draws.
     """
-    if k == 1:
-        count, means = 1, mixture.mean
-    else:
-        axes = mixture.factor[0, 0].diag() if mixture.diagonal else mixture.factor[0, 0]
-        axes = axes[:, axes.norm(dim=0).argsort(descending=True)[: k - 1]]
-        drawn = torch.randn(count, k, axes.shape[1], generator=generator, dtype=axes.dtype)
-        means = mixture.mean + drawn @ axes.mT
-    missing = mixture.mean.expand(count, width - k, -1)
-    share = torch.cat([means.new_full((count, k), 1 / k), means.new_zeros(count, width - k)], 1)
-    tight = mixture.factor * (1.0 if k == 1 else TIGHT**0.5)
-    factor = tight.expand(count, *tight.shape[1:])
-    return Mixture(share, torch.cat([means, missing], 1), factor, mixture.noise.expand(count))
+    d = mixture.mean.shape[-1]
+    drawn = torch.randn(count, k, d, generator=generator, dtype=mixture.mean.dtype)
+    one = mixture._replace(mean=mixture.mean.expand(count, k, d))
+    return started(mixture, one.moved(drawn))
+
+
+def started(mixture: Mixture, means: Tensor, width: int = 0) -> Mixture:
+    """Fits with these means (f, k, d), each component as likely as the others and narrower than all clients are.
+
+    Args:
+        mixture: Of one component (f = 1).
+        means: Of those to be started.
+        width: Components at least: those that there are not have share 0.
+    """
+    count, k, d = means.shape
+    more = max(0, width - k)
+    share = torch.cat([means.new_full((count, k), 1 / k), means.new_zeros(count, more)], 1)
+    means = torch.cat([means, mixture.mean.expand(count, more, d)], 1)
+    factor = mixture.factor * (1.0 if k == 1 else TIGHT**0.5)
+    return Mixture(share, means, factor.repeat(count, *[1] * (factor.dim() - 1)), mixture.noise.repeat(count))
+
+
+def seeds(centres: Tensor, weight: Tensor, k: int, count: int, generator: torch.Generator) -> Tensor:
+    """K-means++ among weighted centres (c, d), so many times (count, k, d)."""
+    found = []
+    for _ in range(count):
+        chosen = [int(torch.multinomial(weight, 1, generator=generator))]
+        while len(chosen) < k:
+            near = torch.cdist(centres, centres[chosen]).amin(1).square() * weight
+            usable = near if bool((near > 0).any()) else weight  # all centres are the same
+            chosen.append(int(torch.multinomial(usable, 1, generator=generator)))
+        found.append(centres[chosen])
+    return torch.stack(found)
 
 
 def parameters(k: Tensor, d: int, *, diagonal: bool, own: bool) -> Tensor:
