@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from coterie.core.method import Method
 from coterie.core.registry import register
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.personal import PULLS, Personal
+from coterie.methods.personal import Personal
 
 
 @register("ditto")
@@ -26,10 +26,10 @@ class Ditto(Personal):
         >>> import coterie as ct
         >>> federation = ct.data.rotated_digits(clients=8, seed=0)
         >>> task = ct.Task.classifier(ct.models.MLP(64, 32, 10))
-        >>> run = ct.fit(ct.Ditto(steps=(5, 20)), task, federation, rounds=3, seed=0)
+        >>> run = ct.fit(ct.Ditto(), task, federation, rounds=3, seed=0)
         >>> len(run.models), run.score > 0.5
         (1, True)
     """
 
     method: Method = field(default_factory=FedAvg)
-    strengths: tuple[float, ...] | None = PULLS
+    strengths: tuple[float, ...] | None = (0.1, 1.0, 10.0)

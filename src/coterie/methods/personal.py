@@ -36,7 +36,7 @@ from coterie.methods.local_only import LocalOnly
 from coterie.parts.local_training import LocalTraining
 from coterie.parts.personal_fits import Descent, fit_by_steps, fit_exactly
 
-PULLS = (0.1, 1.0, 10.0)  # of a closed form, in rows: decades, for few rows cannot tell closer ones apart
+PULLS = (0.1, 0.3, 1.0, 3.0, 10.0)  # of a closed form, in rows: few rows cannot tell closer ones apart
 
 
 class _Inner:
@@ -57,8 +57,8 @@ class Personal(Method):
     Args:
         method: Any that trains models for clients or groups of them, such as `FedAvg`, `IFCA` or `CFL`.
         strengths: Pulls s ≥ 0 towards the model that was sent: candidates minimise Σ loss + s‖v - θ‖² over the client's
-            rows, Ditto's problem with λ = 2s/n. None takes 0.1, 1 and 10 where the model is linear in its parameters
-            and the loss squared, for which there is a closed form; and 0, fine-tuning, elsewhere.
+            rows, Ditto's problem with λ = 2s/n. None takes 0.1 to 10 where the model is linear in its parameters and
+            the loss squared, for which there is a closed form; and 0, fine-tuning, elsewhere.
         steps: Where there is no closed form: after how many gradient steps there is a candidate.
         lr: The size of these steps; None takes the method's.
 
@@ -76,7 +76,7 @@ class Personal(Method):
 
     method: Method
     strengths: tuple[float, ...] | None = None
-    steps: tuple[int, ...] = (5, 20, 80)
+    steps: tuple[int, ...] = (5, 20)
     lr: float | None = setting(None, low=0)
 
     # --- a client's own model -------------------------------------------------------------------------------------

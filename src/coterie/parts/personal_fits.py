@@ -23,7 +23,7 @@ from coterie.parts.residuals import features, residuals
 
 FOLDS = 5  # in which rows are left out where there is no formula for leaving out each
 AS_SENT = 0.5  # how likely it is beforehand that a client needs no model of its own
-EXACT = 1e-10  # of the mean square of targets: smaller errors are rounding
+EXACT = 1e-10  # of the squares of targets: smaller errors are rounding
 FREE = 1e-6  # the least pull in a closed form: with none, few rows have no single solution
 
 
@@ -49,7 +49,7 @@ class Descent(NamedTuple):
 
 
 def fit_exactly(task: Task, theta: Params, own: Tensor, data: Data, strengths: Sequence[float]) -> Params:
-    """The own model of a client, by ridge regressions of the residuals of each model that was sent.
+    """The own model of a client, by ridge regressions of the errors of each model that was sent.
 
     Args:
         task: With squared loss, and a model that is linear in its parameters.
@@ -58,27 +58,27 @@ def fit_exactly(task: Task, theta: Params, own: Tensor, data: Data, strengths: S
         data: Its rows.
         strengths: Pulls s, in rows: towards a sent model θ, Σ(y - ⟨φ, v⟩)² + s‖v - θ‖² is least.
     """
-    phi, sent, rows = features(task, data).double(), flat(theta).double(), data.mask.sum()
-    phi = phi * data.mask[:, None]
-    scale = (phi.square().sum(0) / rows.clamp(min=1)).sqrt().clamp(min=1)  # no column counts by its unit
+    sent, phi = flat(theta).double(), features(task, data).double() * data.mask[:, None]
+    scale = (phi.square().sum(0) / data.mask.sum().clamp(min=1)).sqrt().clamp(min=1)  # no column counts by its unit
     level = features(task, data._replace(x=torch.zeros_like(data.x[:1])))[0].double() / scale
     errors = residuals(phi, data._replace(y=data.y.double()), sent)
-    spread = _spreads(strengths, phi)
-    change, left_out = _ridge(phi / scale, errors, _unit(level), spread)
-    change = torch.cat([torch.zeros_like(sent)[None], (change / scale[:, None]).mT])  # (c + 1, k, d)
-    left_out = torch.cat([errors.T[None], left_out.mT])  # (c + 1, k, n)
-    loss = left_out.square().sum(-1) / rows.clamp(min=1) + EXACT * data.y.double().square().mean()
-    share = _shares(loss, _prior(len(spread), loss)[:, None], rows, squared=True)
-    mean = torch.tensordot(share, sent + change, 2)
-    before = take(errors.T, own).square()
-    helps = _helps(before, torch.tensordot(share, left_out, 2).square(), data.mask)
+    rounding = EXACT * (data.y.double() * data.mask).square().sum()
+    found = _ridge(phi / scale, errors, _unit(level), _spreads(strengths, phi))
+    share = _shares(_likely(found, data.mask.sum(), rounding), _prior(found.surprise))
+    mean = torch.einsum("ck,ckd->d", share, sent + (found.change / scale[:, None]).mT)
+    averaged = torch.einsum("ck,cnk->n", share, found.left_out)
+    helps = _helps(take(errors.T, own).square(), averaged.square(), data.mask)
     return _if(helps, unflat(mean.to(data.x.dtype), take(theta, 0)), take(theta, own))
 
 
 def _spreads(strengths: Sequence[float], like: Tensor) -> Tensor:
-    """Standard deviations beforehand (c, 2): of a client's level, and of its other parameters, which vary no more."""
+    """Standard deviations beforehand (c, 2): of a client's level, and of its other parameters, which vary no more.
+
+    In the first candidate nothing varies: it is the model as it was sent.
+    """
     each = [max(s, FREE) ** -0.5 for s in strengths]
-    return like.new_tensor([(level, other) for level in each for other in (*each, 0.0) if other <= level])
+    pairs = [(level, other) for level in each for other in (*each, 0.0) if other <= level]
+    return like.new_tensor([(0.0, 0.0), *pairs])
 
 
 def _unit(direction: Tensor) -> Tensor:
@@ -86,32 +86,55 @@ def _unit(direction: Tensor) -> Tensor:
     return direction / direction.norm().clamp(min=torch.finfo(direction.dtype).tiny)
 
 
-def _ridge(phi: Tensor, errors: Tensor, level: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """How parameters change, and what is then left of errors on every row if it is left out.
+class _Fits(NamedTuple):
+    """Ridge regressions of the errors of k models.
+
+    With C = (I + ΨΨᵀ)⁻¹, where ΨΨᵀ is the covariance of the rows' outputs beforehand, in units of the noise.
+    """
+
+    change: Tensor  # of the parameters (c, d, k)
+    left_out: Tensor  # errors on every row of the fit to all others (c, n, k): (C·errors)_i / C_ii
+    surprise: Tensor  # errorsᵀ·C·errors (c, k)
+    volume: Tensor  # -log det C (c, 1)
+
+
+def _ridge(phi: Tensor, errors: Tensor, level: Tensor, spread: Tensor) -> _Fits:
+    """Fit errors (n, k) by features (n, d).
 
     Args:
-        phi: Features (n, d).
-        errors: Of k models (n, k).
+        phi: The features.
+        errors: Of the models.
         level: The direction (d,) in which parameters change the output by the same number for all rows.
         spread: Of changes beforehand (c, 2): along that direction, and otherwise.
-
-    Returns:
-        Changes (c, d, k), and errors (c, n, k) of the fit to all other rows.
     """
-    along, other = spread[:, 0, None], spread[:, 1, None]
-    spread_out = other[..., None] * phi + (along - other)[..., None] * (phi @ level)[:, None] * level  # (c, n, d)
+    other = spread[:, 1, None, None]
+    more = spread[:, 0, None, None] - other
+    psi = other * phi + more * (phi @ level)[:, None] * level  # (c, n, d)
     n, d = phi.shape
     if n <= d:
-        inverse = torch.linalg.inv(torch.eye(n).to(phi) + spread_out @ spread_out.mT)
-        fitted = inverse @ errors
-        left_out, found = fitted / inverse.diagonal(dim1=1, dim2=2)[..., None], spread_out.mT @ fitted
+        outer = torch.eye(n).to(phi) + psi @ psi.mT
+        inverse = torch.linalg.inv(outer)
+        rest, own = inverse @ errors, inverse.diagonal(dim1=1, dim2=2)
+        found = psi.mT @ rest
     else:
-        inverse = torch.linalg.inv(torch.eye(d).to(phi) + spread_out.mT @ spread_out)
-        found = inverse @ (spread_out.mT @ errors)
-        leverage = ((spread_out @ inverse) * spread_out).sum(-1, keepdim=True)
-        left_out = (errors - spread_out @ found) / (1 - leverage)
-    change = other[..., None] * found + (along - other)[..., None] * level[:, None] * (level @ found)[:, None]
-    return change, left_out
+        outer = torch.eye(d).to(phi) + psi.mT @ psi
+        half = psi @ torch.linalg.inv(outer)
+        found = half.mT @ errors
+        rest, own = errors - psi @ found, 1 - (half * psi).sum(-1)
+    change = other * found + more * level[:, None] * (level @ found)[:, None]
+    return _Fits(change, rest / own[..., None], (errors * rest).sum(1), torch.logdet(outer)[:, None])
+
+
+def _likely(found: _Fits, rows: Tensor, rounding: Tensor) -> Tensor:
+    """How likely each fit makes rows that it has not seen, as a logarithm (c, k), for the likeliest noise.
+
+    Rows can be left out one at a time, or in all ways and numbers, which amounts to the likelihood of all of them under
+    what was known beforehand. The first forgives fits that need nearly all rows, the second what is known wrongly
+    beforehand; the mean of both serves better than either.
+    """
+    one_by_one = -rows / 2 * (found.left_out.square().sum(1) + rounding).log()
+    in_all_ways = -rows / 2 * (found.surprise + rounding).log() - found.volume / 2
+    return (one_by_one + in_all_ways) / 2
 
 
 # --- all others ------------------------------------------------------------------------------------------------------
@@ -139,11 +162,12 @@ def fit_by_steps(task: Task, begin: Callable[[Data], Params], data: Data, descen
         each = each_model(loss)(theta)  # (FOLDS, …, n)
         return torch.where(held[:-1].reshape(FOLDS, *[1] * (each.dim() - 2), -1) > 0, each, 0).sum(0)
 
-    found = each_model(fitted)(stack(starts), rest)  # (FOLDS + 1, c + 1, …)
+    found = each_model(fitted)(stack(starts), rest)  # (FOLDS + 1, c, …)
     of_folds = tree_map(lambda x: x[:-1], found)
-    losses = left_out(of_folds, each_model(lambda t: scored.loss(t, data)))  # (c + 1, n)
-    mean_losses = losses.sum(1) / rows.clamp(min=1) + torch.finfo(losses.dtype).tiny
-    share = _shares(mean_losses, _prior(len(losses) - 1, losses), rows, squared=task.features is not None)
+    losses = left_out(of_folds, each_model(lambda t: scored.loss(t, data)))  # (c, n)
+    squared = task.features is not None  # then for the likeliest noise; other losses are minus a log-likelihood
+    likely = -rows / 2 * losses.sum(1).log() if squared else -losses.sum(1)
+    share = _shares(likely, _prior(likely))
     averaged = left_out(of_folds, lambda t: scored.loss(_mean(t, share), data))  # (n,)
     return _if(_helps(losses[0], averaged, data.mask), _mean(take(found, FOLDS), share), starts[-1])
 
@@ -156,7 +180,7 @@ def _folds(mask: Tensor) -> Tensor:
 
 
 def _path(task: Task, theta: Params, data: Data, descent: Descent, fixed: set[str]) -> Params:
-    """The model to begin with, and those after some steps with each pull towards it (c + 1, …)."""
+    """The model to begin with, and those after some steps with each pull towards it (c, …)."""
     start = {n: p for n, p in theta.items() if n not in fixed}
     rest, rows, found = {n: p for n, p in theta.items() if n in fixed}, data.mask.sum().clamp(min=1), [theta]
     lr = data.mask.new_tensor(descent.lr)
@@ -176,18 +200,15 @@ def _path(task: Task, theta: Params, data: Data, descent: Descent, fixed: set[st
 # --- averaging, and whether it helps ---------------------------------------------------------------------------------
 
 
-def _prior(c: int, like: Tensor) -> Tensor:
-    """How likely the model as it was sent and c others are beforehand (c + 1,)."""
-    return like.new_tensor([AS_SENT, *[(1 - AS_SENT) / c] * c])
+def _prior(like: Tensor) -> Tensor:
+    """How likely candidates are beforehand (c, …): the first is the model as it was sent."""
+    as_sent = torch.eye(len(like)).to(like)[0].reshape(-1, *[1] * (like.dim() - 1))
+    return torch.where(as_sent > 0, AS_SENT, (1 - AS_SENT) / (len(like) - 1))
 
 
-def _shares(loss: Tensor, prior: Tensor, rows: Tensor, *, squared: bool) -> Tensor:
-    """How likely candidates are, all together 1, given their mean losses on rows that were left out.
-
-    A loss is taken for a negative log-likelihood; a squared one for that of a normal error with the likeliest variance.
-    """
-    likely = -rows * (loss.log() / 2 if squared else loss) + prior.log()
-    return likely.nan_to_num(-torch.inf).flatten().softmax(0).reshape(loss.shape)
+def _shares(likely: Tensor, prior: Tensor) -> Tensor:
+    """Shares of candidates, all together 1, given how likely each makes rows that were left out."""
+    return (likely + prior.log()).nan_to_num(-torch.inf).flatten().softmax(0).reshape(likely.shape)
 
 
 def _mean(theta: Params, share: Tensor) -> Params:
