@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.cfl import CFL
     from coterie.methods.clustergan import ClusterGAN
     from coterie.methods.fedavg import FedAvg
+    from coterie.methods.fedem import FedEM
     from coterie.methods.fedx import FedX
     from coterie.methods.ifca import IFCA
     from coterie.methods.kfed import KFED
