@@ -85,7 +85,7 @@ def candidates(task: Task, federation: Federation, k: int = 4, lr: float | None 
     if linear:
         found["random effects"] = _made("mixed_effects")
         found["groups of random effects"] = _made("mixed_effects", k="auto")
-    found["one each"] = _made("local_only", lr=size)
+    found["one each"] = _made("local_only", lr=size, refine="least_squares" if linear else "steps")
     there = {name: method for name, method in found.items() if method is not None}
     return dict(sorted(there.items(), key=lambda entry: Simplicity.of(entry[1])))
 
