@@ -146,8 +146,8 @@ def test_the_simplest_that_is_as_good_is_recommended():
     ways = {"one": ct.FedAvg(), "two": ct.IFCA(k=2), "three": ct.IFCA(k=3)}
     found = made([1.5 + noise, 1.002 + 5 * noise, 1 + noise], ways)
     assert (found.best, found.recommended) == ("three", "two")
-    assert found.reason.startswith("Cluster: two is the simplest candidate as good as the best, three (+0.2 ±")
-    assert "of those that are simpler the best is one, with +50" in found.reason
+    assert found.reason.startswith("Cluster: two is the simplest candidate as good as the best, three (0.2 ±")
+    assert "of those that are simpler the best is one, with 50." in found.reason
     found = made([1.0 + noise, 1.1 + noise, 1.2 + noise], ways)
     assert found.recommended == found.best == "one" and found.reason.startswith("Do not cluster: one has the least")
 

@@ -156,11 +156,11 @@ class Comparison:
         else:
             said = (
                 f"{self.recommended} is the simplest candidate as good as the best, {self.best} "
-                f"({_percent(self._share(self.recommended))})"
+                f"({_more(self._share(self.recommended))})"
             )
         if simpler:
             nearest = min(simpler, key=lambda n: self._gap(n).mean)
-            said += f"; of those that are simpler the best is {nearest}, with {_percent(self._share(nearest))}"
+            said += f"; of those that are simpler the best is {nearest}, with {_more(self._share(nearest))}"
         return f"{self._verdict}: {said}."
 
     @property
@@ -289,7 +289,7 @@ class Comparison:
     def _columns(self) -> list[str]:
         return [
             "candidate", self.metric, "new clients", "more error", "worst tenth",
-            "hurt", "than alone", "groups", "s", "sent",
+            "hurt vs all", "vs each", "groups", "s", "sent",
         ]  # fmt: skip
 
     def _texts(self, row: Row) -> list[str]:
@@ -382,6 +382,10 @@ def _plus_minus(figure: Figure) -> str:
 
 def _percent(figure: Figure) -> str:
     return f"{100 * figure.mean:+.1f} ± {100 * figure.se:.1f} %"
+
+
+def _more(figure: Figure) -> str:
+    return f"{100 * figure.mean:.1f} ± {100 * figure.se:.1f} % more error"
 
 
 def _of_clients(hurt: Hurt | None) -> str:
