@@ -23,7 +23,7 @@ from coterie.methods.local_only import LocalOnly
 from coterie.runs.arguments import check_federation, check_method, check_task
 from coterie.runs.candidates import candidates as default_candidates
 from coterie.runs.comparison import Cell, ChosenK, Comparison, number_of_groups
-from coterie.runs.evaluate import Scores, evaluate
+from coterie.runs.evaluate import Scores
 from coterie.runs.fingerprint import fingerprint
 from coterie.runs.fit import fit
 from coterie.runs.progress import counting, quietly
@@ -183,7 +183,7 @@ def _cell(method: Method, task: Task, parts: Split, seed: int, settings: _Settin
             run = fit(method, task, parts.known, **options)
             each = [(parts.at, run.scores)]
             if parts.new is not None:
-                each.append((parts.new_at, _scored(run, parts, parts.new, options)))
+                each.append((parts.new_at, _scored(run, parts.new, options)))
         except ValueError as failure:  # it diverged, or refuses this task or these clients
             return Cell(score, error, new, failed=str(failure))
     for at, scores in each:
@@ -199,13 +199,11 @@ def _cell(method: Method, task: Task, parts: Split, seed: int, settings: _Settin
     )
 
 
-def _scored(run: Run, parts: Split, new: Federation, options: dict[str, Any]) -> Scores:
-    """Score clients that join at the end of a run. Where everybody is alone, they train on their few rows."""
-    method = run.algorithm
-    if isinstance(method, LocalOnly):
-        return fit(method, run.task, new, **options).scores
-    newcomers = run.cohort_of(parts.together).only(torch.arange(len(parts.known), len(parts.known) + len(new)))
-    return evaluate(method, method.join(run.state, newcomers), newcomers)
+def _scored(run: Run, new: Federation, options: dict[str, Any]) -> Scores:
+    """Score clients that took no part. Where everybody is alone, they train on their few rows."""
+    if isinstance(run.algorithm, LocalOnly):
+        return fit(run.algorithm, run.task, new, **options).scores
+    return run.evaluate(federation=new)
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------

@@ -32,18 +32,6 @@ class Split:
     at: Tensor
     new_at: Tensor
 
-    @property
-    def together(self) -> Federation:
-        """All clients, the new ones at the end."""
-        parts = [part for part in (self.known, self.new) if part is not None]
-        return Federation(
-            Packed.of([part.train for part in parts]),
-            Packed.of([part.part("test") for part in parts]),
-            ids=tuple(name for part in parts for name in part.ids or ()),
-            inputs=self.known.inputs,
-            columns=self.known.columns,
-        )
-
 
 def split(federation: Federation, seed: int, holdout: float, new: float, few: int) -> Split:
     """Hold out rows of known clients and whole clients. Who and which follows from the clients' names and the seed.
