@@ -152,6 +152,12 @@ def test_the_simplest_that_is_as_good_is_recommended():
     assert found.recommended == found.best == "one" and found.reason.startswith("Do not cluster: one has the least")
 
 
+def test_what_makes_no_difference_is_not_held_against_the_simpler():
+    errors = np.ones((2, 10))
+    found = made([errors * 1.0001, errors], {"one": ct.FedAvg(), "two": ct.IFCA(k=2)})
+    assert (found.best, found.recommended) == ("two", "one")
+
+
 def test_a_wide_standard_error_excuses_little():
     rng = np.random.default_rng(0)
     errors = 1 + rng.normal(size=(3, 10)) ** 2

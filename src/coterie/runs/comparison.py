@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TINY = 1e-30  # what nothing is divided by
 NEAR = 0.01  # of the best's error: a candidate with more is not as good, however wide the standard error
+SAME = 0.001  # of it: a candidate with no more is as good, however narrow the standard error
 
 
 class Cell(NamedTuple):
@@ -129,12 +130,16 @@ class Comparison:
         """The simplest candidate that is as good as the best.
 
         That is one whose error is larger by no more than one standard error of the paired difference, and by no more
-        than 1 %: with few clients a standard error is wide, and simplicity is not worth what it then hides. Error is
-        the mean over all clients that score, known and new: the share of clients that is held out as a whole is what
-        new clients count.
+        than 1 %: with few clients a standard error is wide, and simplicity is not worth what it then hides. A
+        thousandth counts for nothing. Error is the mean over all clients that score, known and new: the share of
+        clients that is held out as a whole is what new clients count.
         """
-        near = [n for n in self._sound if self._gap(n).mean <= min(self._gap(n).se, NEAR * self._least)]
+        near = [n for n in self._sound if self._is_near(self._share(n))]
         return min(near, key=lambda n: (Simplicity.of(self.methods[n]), self._gap(n).mean))
+
+    @staticmethod
+    def _is_near(share: Figure) -> bool:
+        return share.mean <= min(max(share.se, SAME), NEAR)
 
     @property
     def method(self) -> Method:
