@@ -111,6 +111,16 @@ def test_a_split_keeps_test_rows_and_follows_names():
     assert set(split(own, 4, 0.25, 0.2, 5).new.ids) != set(parts.new.ids)
 
 
+def test_consecutive_splits_take_turns():
+    federation = grouped(10)
+    parts = [split(federation, seed, holdout=0.25, new=0.2, few=5) for seed in range(5)]
+    assert sorted(i for part in parts for i in part.new_at.tolist()) == list(range(10))
+    apart = [split(federation, seed, holdout=0.25, new=0.0, few=5) for seed in range(5)]
+    tested = [rows_of(part.known.test) for part in apart]
+    assert sum(map(len, tested[:4])) == len(set().union(*tested[:4])) == 120
+    assert tested[4] != tested[0]  # drawn anew
+
+
 def test_a_client_with_one_row_is_trained_on_and_not_scored():
     x = torch.randn(1, D)
     federation = ct.Federation.from_clients([(x, x[:, 0])] * 3 + [(torch.randn(4, D), torch.randn(4))] * 3)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.storage.packed import Packed
+from coterie.storage.packed import Packed, Pair
 
 WHO, WHICH = 0, 1  # streams under a split's key
 FEWEST = 2  # clients that are left to train on
@@ -36,6 +36,9 @@ class Split:
 def split(federation: Federation, seed: int, holdout: float, new: float, few: int) -> Split:
     """Hold out rows of known clients and whole clients. Who and which follows from the clients' names and the seed.
 
+    Consecutive seeds take turns, as folds do: they hold out other rows and other clients until all had theirs, and then
+    draw anew. Means over several splits vary less for it.
+
     A federation with test rows of its own keeps them: they are what known clients' held-out rows are. Those of a client
     that is held out score it together with the training rows by which it is not placed.
 
@@ -47,28 +50,34 @@ def split(federation: Federation, seed: int, holdout: float, new: float, few: in
         new: The share of the clients that is held out as a whole.
         few: The rows by which such a client is placed; of one with few rows, half of them at most.
     """
-    key, sizes = Key.of(seed), federation.train.sizes.tolist()
-    tested = federation.test.sizes.tolist() if federation.test is not None else [0] * len(sizes)
-    order = key.fold(WHO).shuffle(federation.numbers).tolist()
-    able = [i for i in order if sizes[i] + tested[i] > 1]  # to be placed by a row and scored on another
-    held = set(able[: max(0, min(round(new * len(sizes)), len(sizes) - FEWEST))])
-    at, new_at = (torch.tensor([i for i in range(len(sizes)) if (i in held) == out]) for out in (False, True))
+    sizes, m = federation.train.sizes.tolist(), len(federation)
+    tested = federation.test.sizes.tolist() if federation.test is not None else [0] * m
+    able = torch.tensor([i for i in range(m) if sizes[i] + tested[i] > 1])  # to be placed by a row, and scored
+    count = max(0, min(round(new * m), m - FEWEST, len(able)))
+    held = set(able[_turn(federation.numbers[able], count, seed, WHO)].tolist()) if count else set()
+    at, new_at = (torch.tensor([i for i in range(m) if (i in held) == out]) for out in (False, True))
 
-    def taken(clients: Tensor, kept: Callable[[int], int]) -> Federation:
-        own = [_divided(federation, i, kept(sizes[i]), key.fold(WHICH)) for i in clients.tolist()]
+    def taken(clients: Tensor, out: Callable[[int], int]) -> Federation:
+        own = [_divided(federation, i, out(sizes[i]), seed) for i in clients.tolist()]
         train, test = (Packed.of([client[part] for client in own]) for part in (0, 1))
         return replace(federation.select(clients), train=train, test=test)
 
-    known = taken(at, (lambda n: n) if any(tested) else (lambda n: n - min(max(1, round(holdout * n)), n - 1)))
-    return Split(known, taken(new_at, lambda n: max(1, min(few, n // 2))) if held else None, at, new_at)
+    known = taken(at, (lambda n: 0) if any(tested) else (lambda n: min(max(1, round(holdout * n)), n - 1)))
+    return Split(known, taken(new_at, lambda n: n - max(1, min(few, n // 2))) if held else None, at, new_at)
 
 
-def _divided(
-    federation: Federation, i: int, kept: int, key: Key
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A client's rows in two parts: so many of its training rows, and all its others."""
+def _turn(numbers: Tensor, count: int, seed: int, *stream: int) -> Tensor:
+    """The positions of so many of these numbers whose turn it is."""
+    turns = len(numbers) // count
+    order = Key.of(seed // turns).fold(*stream).shuffle(numbers)
+    return order[seed % turns * count :][:count]
+
+
+def _divided(federation: Federation, i: int, out: int, seed: int) -> tuple[Pair, Pair]:
+    """A client's rows in two parts: its training rows but for so many, and these with its test rows."""
     x, y = federation.train.client(i)
-    order = torch.randperm(len(x), generator=key.fold(int(federation.numbers[i])).generator())
-    first, rest = order[:kept].sort().values, order[kept:].sort().values
+    held = torch.zeros(len(x), dtype=torch.bool)
+    if out:
+        held[_turn(torch.arange(len(x)), out, seed, WHICH, int(federation.numbers[i]))] = True
     own = federation.test.client(i) if federation.test is not None else (x[:0], y[:0])
-    return (x[first], y[first]), (torch.cat([x[rest], own[0]]), torch.cat([y[rest], own[1]]))
+    return (x[~held], y[~held]), (torch.cat([x[held], own[0]]), torch.cat([y[held], own[1]]))
