@@ -168,6 +168,16 @@ def test_what_makes_no_difference_is_not_held_against_the_simpler():
     assert (found.best, found.recommended) == ("two", "one")
 
 
+def test_accuracy_is_compared_in_points():
+    rng = np.random.default_rng(0)
+    wrong = rng.random((2, 50)) * 0.02
+    found = made(
+        [wrong + 0.002 + 0.02 * rng.normal(size=wrong.shape), wrong], {"one": ct.FedAvg(), "two": ct.IFCA(k=2)}
+    )
+    assert found.recommended == "two"  # a fifth more error
+    assert replace(found, metric="accuracy").recommended == "one"  # a fifth of a point, less than its standard error
+
+
 def test_a_wide_standard_error_excuses_little():
     rng = np.random.default_rng(0)
     errors = 1 + rng.normal(size=(3, 10)) ** 2

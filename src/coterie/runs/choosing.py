@@ -51,7 +51,7 @@ def compare(
     federation: Federation,
     *,
     rounds: int = 100,
-    seeds: int = 3,
+    seeds: int = 4,
     seed: int = 0,
     holdout: float = 0.25,
     new: float = 0.2,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TINY = 1e-30  # what nothing is divided by
-NEAR = 0.01  # of the best's error: a candidate with more is not as good, however wide the standard error
-SAME = 0.001  # of it: a candidate with no more is as good, however narrow the standard error
+NEAR = 0.01  # more error, with which a candidate is not as good, however wide the standard error
+SAME = 0.001  # more error, with which it is as good, however narrow the standard error
 
 
 class Cell(NamedTuple):
@@ -85,8 +85,8 @@ class Row(NamedTuple):
         name: Its name.
         known: The score on held-out rows of known clients.
         new: The score of clients that were held out as a whole, each placed by a few of its rows.
-        more: By how much the error of both is larger than the best candidate's, as a share of that; its standard error
-            is that of the paired difference.
+        more: By how much the error of both is larger than the best candidate's, as a share of that, or in points of
+            accuracy; its standard error is that of the paired difference.
         worst: The score of the tenth of known clients that are served worst.
         hurt: Known clients that are served worse than with one model for all; None if that is no candidate.
         hurt_alone: The same beside one model each.
@@ -130,9 +130,9 @@ class Comparison:
         """The simplest candidate that is as good as the best.
 
         That is one whose error is larger by no more than one standard error of the paired difference, and by no more
-        than 1 %: with few clients a standard error is wide, and simplicity is not worth what it then hides. A
-        thousandth counts for nothing. Error is the mean over all clients that score, known and new: the share of
-        clients that is held out as a whole is what new clients count.
+        than 1 %, or a point of accuracy: with few clients a standard error is wide, and simplicity is not worth what it
+        then hides. A thousandth counts for nothing. Error is the mean over all clients that score, known and new: the
+        share of clients that is held out as a whole is what new clients count.
         """
         near = [n for n in self._sound if self._is_near(self._share(n))]
         return min(near, key=lambda n: (Simplicity.of(self.methods[n]), self._gap(n).mean))
@@ -254,9 +254,10 @@ class Comparison:
         return Figure.of(self._errors(name) - self._errors(self.best))
 
     def _share(self, name: str) -> Figure:
-        """The same as a share of the best's error."""
+        """The same as a share of the best's error; of accuracy in points, for the best may make next to no errors."""
         gap, least = self._gap(name), max(self._least, TINY)
-        return Figure(gap.mean / least, gap.se / least)
+        whole = 1.0 if self.metric == "accuracy" else least
+        return Figure(gap.mean / whole, gap.se / whole)
 
     def _known(self, name: str) -> np.ndarray:
         """The errors of a candidate on known clients' rows, by client (m,); NaN for one that was always held out."""
