@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
     from coterie.parts.tournament import Tournament
+    from coterie.runs.candidates import candidates
+    from coterie.runs.choosing import choose_k, compare
+    from coterie.runs.comparison import ChosenK, Comparison
     from coterie.runs.diagnosis import Diagnosis, diagnose
     from coterie.runs.evaluate import Scores
     from coterie.runs.fit import fit
@@ -44,6 +47,9 @@ _HOMES = {
     "core.federation": ("Federation",),
     "core.registry": ("register",),
     "core.task": ("Task",),
+    "runs.candidates": ("candidates",),
+    "runs.choosing": ("choose_k", "compare"),
+    "runs.comparison": ("ChosenK", "Comparison"),
     "runs.diagnosis": ("Diagnosis", "diagnose"),
     "runs.evaluate": ("Scores",),
     "runs.fit": ("fit",),
