@@ -311,6 +311,21 @@ def test_news_that_cannot_be_used(tmp_path, monkeypatch):
         ct.data.ag_news(4)
 
 
+def test_models_vary_about_the_centres_of_their_groups():
+    made = {"clients": 300, "rows": 40, "features": 4, "groups": 3, "sigma": 0.0, "distance": 2.0}
+    for spread in (0.0, 0.2):
+        federation = ct.data.varying_regression(**made, spread=spread)
+        own = (federation.train.client(i) for i in range(300))
+        theta = torch.stack([torch.linalg.lstsq(x, y[:, None]).solution[:, 0] for x, y in own])
+        centres = torch.stack([theta[federation.groups == j].mean(0) for j in range(3)])
+        apart = torch.pdist(centres).tolist()
+        away = float((theta - centres[federation.groups]).square().sum(1).mean()) ** 0.5
+        assert apart == pytest.approx([2.0] * 3, abs=0.1) and away == pytest.approx(2.0 * spread, rel=0.05, abs=1e-4)
+    for wrong in ({"groups": 5}, {"clients": 301}, {"rows": 0}, {"spread": -0.1}):
+        with pytest.raises(ValueError, match=f"varying_regression: {next(iter(wrong))} must be"):
+            ct.data.varying_regression(**{**made, **wrong})
+
+
 def write_cheese(folder, columns="row,RETAILER,VOLUME,DISP,PRICE", suffix=".csv", prices=(1.0, 2.0, 4.0)):
     """Shop "b" has nine rows and shop "a" six, in turn at first; volume is price squared."""
     (folder / "tables").mkdir(parents=True, exist_ok=True)

@@ -174,7 +174,7 @@ def _males(t: Columns) -> Columns:
     return {
         "log wage": t["wage"],  # which is a logarithm already
         "experience": t["exper"],
-        "experience²": t["exper"] ** 2,
+        "experience²": (t["exper"] - t["exper"].mean()) ** 2,  # about the mean, or it is nearly the experience itself
         "union": t["union"] == "yes",
         "married": t["married"] == "yes",
         "school": t["school"],
