@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.features import is_linear
+from coterie.core.features import is_linear, is_linear_classifier
 from coterie.core.key import Key
 from coterie.core.method import Method, Needs, Report, Served
 from coterie.core.pytree import Outer, Params, exact, take, tree_map, unflat
@@ -31,9 +31,12 @@ from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.core.train import Models
+from coterie.parts.laplace import laplace, linearised
 from coterie.parts.random_effects import (
     Frame,
     Mixture,
+    Posterior,
+    Rows,
     bic,
     contribution,
     first_mixture,
@@ -44,8 +47,8 @@ from coterie.parts.random_effects import (
     scattered,
     seeds,
     started,
-    values_of,
 )
+from coterie.parts.residuals import features
 
 LARGEST = 50  # parameters up to which Σ is full by default
 FIRST = 30  # iterations at most of the one-component fit that others start from
@@ -133,7 +136,7 @@ class MixedEffects(Method):
         sums = cohort.combine(self.step, Sent(state.mixture, state.frame))
         total = _total(sums)
         after = state._replace(
-            mixture=maximised(tree_map(exact, state.mixture), total),
+            mixture=self._improved(state.mixture, total, cohort.task),
             loglik=total["loglik"],
             gain=total["loglik"] - exact(state.loglik),
             information=total["information"],
@@ -164,7 +167,7 @@ class MixedEffects(Method):
         """The logs of the sizes of features and targets, which may be anything."""
 
         def run(_: Any, local: Local) -> Reply:
-            values = values_of(task, local.data).square().sum(0) / local.data.mask.sum()
+            values = _values(task, local.data).square().sum(0) / local.data.mask.sum()
             seen = (values > 0).double()
             return Reply({"log": 0.5 * values.clamp(min=torch.finfo(values.dtype).tiny).log() * seen, "seen": seen})
 
@@ -175,7 +178,7 @@ class MixedEffects(Method):
         """Second moments of features and targets that are divided by their sizes."""
 
         def run(size: Tensor, local: Local) -> Reply:
-            values = values_of(task, local.data) / size
+            values = _values(task, local.data) / size
             return Reply({"moments": Outer(values, values), "rows": local.data.mask.sum().double()})
 
         return ClientStep(run)
@@ -185,8 +188,7 @@ class MixedEffects(Method):
         """The E-step: what the client adds to the sums of every fit."""
 
         def run(sent: Sent, local: Local) -> Reply:
-            rows = sent.frame.rows(task, local.data)
-            found = posterior(sent.mixture, rows)
+            rows, found = _known(task, sent, local.data)
             each = found.loglik / rows.count.clamp(min=1) - sent.frame.unit.log()
             note = {"component": found.evidence.argmax(-1), "loss": -each}
             return Reply(contribution(sent.mixture, rows, found), note=note)
@@ -199,7 +201,7 @@ class MixedEffects(Method):
         like = task.init(Key.of(0))
 
         def run(sent: Sent, local: Local) -> Reply:
-            found = posterior(sent.mixture, sent.frame.rows(task, local.data))
+            _, found = _known(task, sent, local.data)
             theta = sent.frame.parameters(found.mean(sent.mixture)[0])
             return Reply(Models(unflat(theta.to(local.data.mask), like), label=found.evidence[0].argmax()))
 
@@ -210,7 +212,7 @@ class MixedEffects(Method):
         """The client's likeliest component."""
 
         def run(sent: Sent, local: Local) -> Reply:
-            return Reply(slot=posterior(sent.mixture, sent.frame.rows(task, local.data)).evidence[0].argmax())
+            return Reply(slot=_known(task, sent, local.data)[1].evidence[0].argmax())
 
         return ClientStep(run)
 
@@ -263,8 +265,7 @@ class MixedEffects(Method):
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """The likeliest component of one client, old or new."""
-        sent: Sent = self.served(state).message
-        return int(posterior(sent.mixture, sent.frame.rows(task, data)).evidence[0].argmax())
+        return int(_known(task, self.served(state).message, data)[1].evidence[0].argmax())
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Newcomers count from the next round on."""
@@ -273,21 +274,25 @@ class MixedEffects(Method):
         return state._replace(labels=torch.cat([state.labels, own]), done=False)
 
     def deviations(self, state: State, task: Task, data: Data | None, x: Tensor) -> Tensor:
-        """σ² and what is not known of the client's parameters, for each row: eq. (11)."""
+        """By noise, and by what is not known of the client's parameters: eq. (11)."""
+        if task.features is None:
+            raise ValueError("MixedEffects: only predictions of a regression have standard deviations")
         sent: Sent = self.served(state).message
         rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
-        known = data or rows._replace(mask=torch.zeros_like(rows.mask))
-        found = posterior(sent.mixture, sent.frame.rows(task, known))
-        return sent.frame.unit * found.deviations(sent.mixture, sent.frame.rows(task, rows).phi[0, 0])[0]
+        _, found = _known(task, sent, data or rows._replace(mask=torch.zeros_like(rows.mask)))
+        phi = sent.frame.features(features(task, rows).double())
+        return sent.frame.unit * found.deviations(sent.mixture, phi)[0]
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
 
     def _sizes(self, task: Task, cohort: Cohort) -> list[int]:
         """The numbers of components to try."""
-        if not is_linear(task, cohort.federation.train.x[:2]):
+        x = cohort.federation.train.x[:2]
+        if not is_linear(task, x) and not is_linear_classifier(task, x):
             raise ValueError(
-                "MixedEffects: the task must be a regression with one output whose model is linear in its parameters, "
-                "such as Task.regressor(models.Linear(d, 1)); for others use Personal(FedAvg()) or FedEM"
+                "MixedEffects: the task must be a regression with one output or a classifier, with a model that is "
+                f"linear in its parameters, such as Task.regressor(models.Linear({x[0].numel()}, 1)); for others use "
+                "Personal(FedAvg()) or FedEM"
             )
         if self.k == "auto":
             return list(range(1, min(self.at_most, cohort.population) + 1))
@@ -302,24 +307,35 @@ class MixedEffects(Method):
         size = (sums["log"] / sums["seen"].clamp(min=1)).exp()
         if self.covariance == "full" or (self.covariance == "auto" and d <= LARGEST):
             sums = _total(cohort.combine(self.moments, size))
-            return framed(size, sums["moments"], sums["rows"])
+            return framed(size, sums["moments"], sums["rows"], self._noise(cohort.task))
         if self.covariance == "auto":
             cohort.log(f"covariance=diagonal: a full one of {d} parameters has {d * (d + 1) // 2:,} numbers")
         basis = torch.where(sums["seen"] > 0, 1 / size, 0.0)[:-1]
-        return Frame(basis, size[-1]), first_mixture(torch.zeros_like(basis), diagonal=True)
+        noise = self._noise(cohort.task)
+        unit = size[-1] if noise is None else torch.ones_like(size[-1])
+        return Frame(basis, unit), first_mixture(torch.zeros_like(basis), noise, diagonal=True)
+
+    def _noise(self, task: Task) -> float | None:
+        """σ² where it is no parameter: classes have none besides their probabilities."""
+        return 1.0 if task.features is None else None
+
+    def _improved(self, mixture: Mixture, sums: dict[str, Tensor], task: Task) -> Mixture:
+        """The M-step."""
+        return maximised(tree_map(exact, mixture), sums, learn_noise=self._noise(task) is None)
 
     def _starts(self, sizes: list[int], sent: Sent, cohort: Cohort, key: Key) -> list[Mixture]:
         """Where fits of so many components begin: by k-means++ among the centres of an iteration with many."""
         one, last = sent, -torch.inf
         for t in range(FIRST):  # one component, as far as it matters
             sums = _total(cohort.fold(t).combine(self.step, one))
-            one = one._replace(mixture=maximised(one.mixture, sums))
+            one = one._replace(mixture=self._improved(one.mixture, sums, cohort.task))
             if float(sums["loglik"]) - last < ROUGH:
                 break
             last = float(sums["loglik"])
         many = min(MANY * max(sizes), cohort.population)
         wide = sent._replace(mixture=scattered(one.mixture, many, SCATTERS, key.fold(0).generator()))
-        found = maximised(wide.mixture, _total(cohort.fold(FIRST).combine(self.step, wide)))
+        sums = _total(cohort.fold(FIRST).combine(self.step, wide))
+        found = self._improved(wide.mixture, sums, cohort.task)
         centres, weight = found.mean.flatten(0, 1), found.share.flatten()
         return [
             started(one.mixture, seeds(centres, weight, k, self.restarts, key.fold(k).generator()), max(sizes))
@@ -348,6 +364,26 @@ class MixedEffects(Method):
             each = [(k, float(value[state.size == k].min())) for k in state.size.unique().tolist()]
             told = ", ".join(f"{k}: {x:.1f}" for k, x in each)
             cohort.log(f"k={int(state.size[self.best(state)])} has the lowest BIC ({told})")
+
+
+def _values(task: Task, data: Data) -> Tensor:
+    """φ and y side by side (n, p + 1), 0 for padding; of a classifier, those of a regression like it around θ = 0."""
+    if task.jacobian is not None:
+        phi = task.jacobian(data.x).double()
+        rows, off = linearised(torch.zeros_like(phi[..., 0]), phi, data)
+        return torch.cat([rows, off[:, None]], 1)
+    phi, y = features(task, data), data.y.reshape(-1, 1)
+    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
+
+
+def _known(task: Task, sent: Sent, data: Data) -> tuple[Rows, Posterior]:
+    """A client's rows in the units of the run, and what it knows of itself under every component of every fit."""
+    if task.jacobian is not None:
+        return laplace(sent.mixture, sent.frame.features(task.jacobian(data.x).double()), data)
+    values = _values(task, data)
+    phi, y = sent.frame.features(values[:, :-1]), values[:, -1] / sent.frame.unit
+    rows = Rows(phi[None, None], y[None, None], data.mask.sum().double())
+    return rows, posterior(sent.mixture, rows)
 
 
 def _total(sums: Sums) -> dict[str, Tensor]:
