@@ -31,6 +31,7 @@ from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.core.train import Models
+from coterie.parts.effects import Effects
 from coterie.parts.laplace import laplace, linearised
 from coterie.parts.random_effects import (
     Frame,
@@ -76,6 +77,7 @@ class State(NamedTuple):
     information: Tensor  # that the last round had about each μ (f, k, d, d), or the diagonal of it (f, k, d)
     frame: Frame
     like: Params  # a model, for the shapes of its parameters
+    noisy: bool  # whether σ² is a parameter: not of a classifier
     labels: Tensor  # each client's likeliest component in the best fit (m,), -1 where it is hidden
     round: int
     done: bool
@@ -128,8 +130,8 @@ class MixedEffects(Method):
         none = torch.zeros_like(
             mixture.mean if mixture.diagonal else mixture.mean[..., None] * mixture.mean[..., None, :]
         )
-        labels = torch.full((cohort.population,), -1)
-        return State(mixture, size, unknown, -unknown, none, frame, like, labels, 0, False)
+        labels, noisy = torch.full((cohort.population,), -1), self._noise(task) is None
+        return State(mixture, size, unknown, -unknown, none, frame, like, noisy, labels, 0, False)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """One iteration of EM, for all fits."""
@@ -152,13 +154,9 @@ class MixedEffects(Method):
         return state.done
 
     def doubts(self, state: State, cohort: Cohort) -> Iterator[str]:
-        """Whether EM was still on its way, and components that next to nobody is in."""
-        if not state.done and state.round:
-            best = self.best(state)
-            yield (
-                f"the log-likelihood still rose by {float(state.gain[best]):.2g} in the last round: more rounds are "
-                "needed"
-            )
+        """Whether EM was still on its way."""
+        if (gain := float(state.gain[self.best(state)])) > ROUGH and state.round:
+            yield f"the log-likelihood still rose by {gain:.2g} in the last round: more rounds are needed"
 
     # --- what clients do ---------------------------------------------------------------------------------------------
 
@@ -240,6 +238,17 @@ class MixedEffects(Method):
         theta = state.frame.parameters(self.fitted(state).mean[0])
         return unflat(theta.to(next(iter(state.like.values()))), state.like)
 
+    def effects(self, state: State) -> Effects:
+        """What was learnt in the units of the data: μ with standard errors, Σ, σ², and shares of variation."""
+        mixture, at = self.fitted(state), self.best(state)
+        known = state.information[at][: mixture.mean.shape[1]]
+        parts = tree_map(exact, (mixture, known, state.frame))
+        return Effects.of(*parts, state.like, noisy=state.noisy)
+
+    def report(self, state: State) -> str:
+        """The effects as a table."""
+        return str(self.effects(state))
+
     def labels(self, state: State) -> Tensor:
         """Every client's likeliest component, -1 where a secure sum hides it."""
         return state.labels
@@ -295,7 +304,7 @@ class MixedEffects(Method):
                 "Personal(FedAvg()) or FedEM"
             )
         if self.k == "auto":
-            return list(range(1, min(self.at_most, cohort.population) + 1))
+            return list(range(1, max(1, min(self.at_most, cohort.population // 2)) + 1))  # one client is no group
         if self.k > cohort.population:
             m = cohort.population
             raise ValueError(f"MixedEffects: k must be at most the number of clients, {m}, got {self.k}")
