@@ -64,12 +64,15 @@ VARIANTS = {
     "server_yogi": {"server": ct.Yogi(), "server_lr": 0.1},
     "on_ifca": {"method": ct.IFCA(3, tau=3, init=ct.FarthestFirst(steps=4)), "strengths": (0.0, 1.0), "steps": (2,)},
     "on_cfl": {"method": ct.CFL(tau=3, schedule=(1, 3), patience=1), "steps": (2,), "lr": 0.05},
+    "by_bic": {"k": "auto", "at_most": 3},
+    "narrow": {"covariance": "diagonal"},
+    "untied": {"tied": False},
 }  # fmt: skip
 
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
 FLOWN = (
     "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed",
-    "kept_adam", "server_yogi", "on_ifca",
+    "kept_adam", "server_yogi", "by_bic", "narrow", "on_ifca",
 )  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.
 SAMPLED = {"stop_and_resume", "renumbering_clients_renumbers_labels"}
@@ -130,6 +133,8 @@ def test_one_cluster_is_fedavg(name):
     fields = {f.name for f in dataclasses.fields(METHODS[name])}
     if "k" not in fields or METHODS[name].needs.points:
         pytest.skip("it has no number of clusters of clients")
+    if "tau" not in fields:
+        pytest.skip("its clients take no steps")
     single = small(METHODS[name], k=1, init="random", refine="fedavg")
     task, federation = problem_for(single)
     cohort = simulated(federation, task, Key.of(0).fold(1), executor="sequential")

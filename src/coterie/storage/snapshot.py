@@ -143,7 +143,8 @@ def load(path: Path, types: dict[str, type]) -> Any:
 
     try:
         with safe_open(path, framework="pt") as f:
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - not a dict
+            # Copied to where tensors begin in memory: products of those that begin elsewhere may have other last bits.
+            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118 - not a dict
             plain = json.loads((f.metadata() or {})["tree"])
         return _unpack(plain, tensors, types)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
