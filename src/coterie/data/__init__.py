@@ -26,7 +26,7 @@ from coterie.data.synthetic import linear_mixture
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
     "linear_mixture", "mapped", "mixed_groups", "mixed_regression", "mixture", "mnist", "mnist_digits",
-    "mnist_rotations", "newsgroups", "noisy_labels", "offset_targets", "outliers", "permute_labels", "permuted_digits", "quantity_skew",
-    "random_background", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "rotnet_features",
-    "shift_features", "subspace_clusters", "swap_labels",
+    "mnist_rotations", "newsgroups", "noisy_labels", "offset_targets", "outliers", "permute_labels",
+    "permuted_digits", "quantity_skew", "random_background", "regression_truth", "rotate", "rotated_digits",
+    "rotated_mnist", "rotnet_features", "shift_features", "subspace_clusters", "swap_labels",
 ]  # fmt: skip

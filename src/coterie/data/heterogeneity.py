@@ -220,21 +220,16 @@ def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
 
 def _partners(federation: Federation, key: Key) -> list[tuple[int, int]]:
     """Random pairs of clients of different groups: always of the two that have most clients without a partner."""
-    groups = torch.zeros(len(federation), dtype=torch.long) if federation.groups is None else federation.groups
-    count, g = torch.bincount(groups), key.generator()
-    if 2 * int(count.max()) > len(groups) + 1:
-        raise ValueError(
-            f"mixed_groups: no group may have more than half of the clients, but one has {int(count.max())} of "
-            f"{len(groups)}"
-        )
-    piles = [
-        at[torch.randperm(len(at), generator=g)].tolist()
-        for at in ((groups == j).nonzero()[:, 0] for j in range(len(count)))
-    ]
+    m, g = len(federation), key.generator()
+    groups = torch.zeros(m, dtype=torch.long) if federation.groups is None else federation.groups
+    order = torch.randperm(m, generator=g)
+    piles = [order[groups[order] == own].tolist() for own in groups.unique()]
+    if 2 * (most := max(map(len, piles))) > m + 1:
+        raise ValueError(f"mixed_groups: no group may have more than half of the {m} clients, but one has {most}")
     pairs: list[tuple[int, int]] = []
-    for _ in range(len(groups) // 2):
-        most = torch.tensor([len(pile) for pile in piles]) + torch.rand(len(piles), generator=g)
-        i, j = (piles[at].pop() for at in most.topk(2).indices.tolist())
+    for _ in range(m // 2):
+        left = torch.tensor([len(pile) for pile in piles]) + torch.rand(len(piles), generator=g)
+        i, j = (piles[own].pop() for own in left.topk(2).indices.tolist())
         pairs.append((i, j))
     return pairs
 
