@@ -39,3 +39,21 @@ def test_local_models_wait_for_their_turn():
     start = last_state(ct.LocalOnly(), LINE, federation(), 0, 0, "cpu").theta["weight"].flatten()
     moved = [float(m["weight"]) != float(s) for m, s in zip(run.models, start, strict=True)]
     assert sorted(moved) == [False, True]
+
+
+def test_local_models_may_be_solved_for():
+    generator = torch.Generator().manual_seed(0)
+    clients = []
+    for n in (2, 9):  # fewer rows than parameters, and more
+        x = torch.randn(n, 3, generator=generator) * torch.tensor([1.0, 1e3, 1e-2])
+        clients.append((x, x @ torch.tensor([1.0, 1e-3, 1e2]) + torch.randn(n, generator=generator)))
+    task = ct.Task.regressor(ct.models.Linear(3, 1))
+    run = ct.fit(ct.LocalOnly(refine="least_squares"), task, ct.Federation.from_clients(clients), rounds=5)
+    assert len(run.history) == 1 and run.scores.per_client[0] < 1e-6
+    x, y = clients[1]
+    best = torch.linalg.lstsq(torch.cat([x, torch.ones(9, 1)], 1).double(), y[:, None].double()).solution[:, 0]
+    found = torch.cat([run.models[1]["weight"].flatten(), run.models[1]["bias"]])
+    assert found.tolist() == pytest.approx(best.tolist(), rel=1e-3)
+    with pytest.raises(ValueError, match="LocalOnly: refine='least_squares'"):
+        net = ct.Task.regressor(ct.models.MLP(3, 2, 1))
+        ct.fit(ct.LocalOnly(refine="least_squares"), net, ct.Federation.from_clients(clients), rounds=1)

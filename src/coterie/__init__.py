@@ -20,12 +20,16 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.ifca import IFCA
     from coterie.methods.kfed import KFED
     from coterie.methods.local_only import LocalOnly
+    from coterie.methods.mixed_effects import MixedEffects
     from coterie.methods.mixed_regression import MixedRegression
     from coterie.methods.moment_descent import MomentDescent
     from coterie.methods.uifca import UIFCA, Disturbed
     from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
     from coterie.parts.tournament import Tournament
+    from coterie.runs.candidates import candidates
+    from coterie.runs.choosing import choose_k, compare
+    from coterie.runs.comparison import ChosenK, Comparison
     from coterie.runs.diagnosis import Diagnosis, diagnose
     from coterie.runs.evaluate import Scores
     from coterie.runs.fit import fit
@@ -43,6 +47,9 @@ _HOMES = {
     "core.federation": ("Federation",),
     "core.registry": ("register",),
     "core.task": ("Task",),
+    "runs.candidates": ("candidates",),
+    "runs.choosing": ("choose_k", "compare"),
+    "runs.comparison": ("ChosenK", "Comparison"),
     "runs.diagnosis": ("Diagnosis", "diagnose"),
     "runs.evaluate": ("Scores",),
     "runs.fit": ("fit",),

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 import coterie
+from coterie.cli import compare, flower, lab, sweep
 from coterie.cli import demo as demo_module
-from coterie.cli import flower, lab, sweep
 from coterie.cli import show as display
 from coterie.cli.files import read_toml
 from coterie.cli.options import Device, Json
@@ -31,6 +31,7 @@ app.add_typer(flower.app, name="flower")
 app.add_typer(lab.bench, name="bench")
 app.command()(lab.reproduce)
 app.command()(sweep.sweep)
+app.command()(compare.compare)
 
 PATIENCE = 10  # seconds that a failed process waits for the first one to report the error
 
@@ -109,27 +110,6 @@ def show(
     display.emit(display.standing(run), as_json, lambda: draw(run))
     if picture:
         plots.run(picture, run)
-
-
-@app.command()
-def compare(
-    folders: Annotated[list[Path], typer.Argument(help="Run folders, sweeps, or other folders with runs in them.")],
-    picture: Annotated[Path | None, typer.Option(help="Also draw the scores over the rounds: a PNG.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare runs side by side. Those that differ only in their seed are one row: mean ± standard deviation."""
-    from coterie.runs import plots
-    from coterie.runs.compare import find_runs, group_runs, is_finished
-
-    runs = find_runs(folders)
-    for run in (run for run in runs if not is_finished(run)):
-        sys.stderr.write(f"coterie: {run} is not finished and is left out\n")
-    groups = group_runs(run for run in runs if is_finished(run))
-    if not groups:
-        raise ValueError("there is no finished run to compare")
-    display.emit([group.as_dict() for group in groups], as_json, lambda: display.compare(groups))
-    if picture:
-        plots.comparison(picture, groups)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from coterie.core.card import in_bytes
 from coterie.core.model_tree import drawn
 from coterie.runs.compare import Group, Spread
 from coterie.runs.folder import read_config, read_history, read_result
@@ -107,7 +108,7 @@ def _rounds(history: list[dict[str, Any]], metric: str) -> Table:
         score = "" if r.get(metric) is None else f"{r[metric]:.4f}"
         listed = r["members"] or []
         members = ", ".join(str(n) for n in listed[:8]) + (" …" if len(listed) > 8 else "")
-        sizes = (_bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
+        sizes = (in_bytes(r["bytes_down"]), in_bytes(r["bytes_up"]))
         rounds.add_row(
             str(r["round"]),
             "" if r["loss"] is None else f"{r['loss']:.4f}",
@@ -134,7 +135,7 @@ def compare(groups: list[Group]) -> None:
             table.add_row(
                 group.method, group.settings, str(len(group.runs)), _spread(group.spread("score"), 4),
                 _spread(group.spread("ari"), 2), "" if clusters is None else f"{round(clusters.mean, 1):g}",
-                "" if seconds is None else f"{seconds.mean:.2f}", "" if up is None else _bytes(up.mean),
+                "" if seconds is None else f"{seconds.mean:.2f}", "" if up is None else in_bytes(up.mean),
             )  # fmt: skip
         console.print(table)
 
@@ -190,7 +191,7 @@ def demo(rows: list[dict[str, Any]], out: Path) -> None:
     console.print("[bold]80 clients, 4 hidden groups[/bold]")
     table = _table("", ">accuracy", ">ARI", ">sent down", ">sent up", ">seconds")
     for r in rows:
-        cells = (f"{r['accuracy']:.3f}", _number(r["ari"]), _bytes(r["bytes_down"]), _bytes(r["bytes_up"]))
+        cells = (f"{r['accuracy']:.3f}", _number(r["ari"]), in_bytes(r["bytes_down"]), in_bytes(r["bytes_up"]))
         table.add_row(
             names[r["method"]], *cells, f"{r['seconds']:.1f}", style="bold" if r["method"] == "ifca" else None
         )
@@ -297,7 +298,7 @@ def federations(rows: list[dict[str, Any]]) -> None:
     for r in rows:
         more = f"{100 * (r['wire_bytes'] / r['counted_bytes'] - 1):.1f} %"
         seconds = f"{r['seconds']:.2f}", f"{r['slowest']:.2f}"
-        sizes = _bytes(r["counted_bytes"]), _bytes(r["wire_bytes"])
+        sizes = in_bytes(r["counted_bytes"]), in_bytes(r["wire_bytes"])
         table.add_row(str(r["nodes"]), "yes" if r["workers"] else "no", *seconds, *sizes, more)
     console.print(table)
 
@@ -332,6 +333,8 @@ def _run_lines(view: View) -> str:
     if r is None:
         return "\n".join([*parts, f"[yellow]{view.standing}[/yellow]", *score])
     parts += [f"{len(r['labels'])} clients, {len(view.history)} rounds, {r['seconds']:.1f} s on {r['device']}", *score]
+    if r.get("worst_decile") is not None:
+        parts.append(f"worst tenth of the clients {r['worst_decile']:.4f}")
     if "ari" in r:
         parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
     parts += [f"[yellow]warning: {escape(warning)}[/yellow]" for warning in r.get("warnings", [])]
@@ -346,11 +349,3 @@ def _spread(spread: Spread | None, digits: int) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.1f} TB"

@@ -34,3 +34,17 @@ class Card(NamedTuple):
             for name, value in self.rows
         )
         return f"<div><strong>{escape(self.title)}</strong><table>{rows}</table></div>"
+
+
+def in_bytes(n: float) -> str:
+    """A number of bytes in few characters.
+
+    Example:
+        >>> in_bytes(999), in_bytes(47_200_000)
+        ('999 B', '47.2 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
+from coterie.core.features import require_linear
 from coterie.core.key import Key
-from coterie.core.local import nearest
+from coterie.core.local import mean_loss, nearest
 from coterie.core.method import Method, Needs, Report
-from coterie.core.pytree import Params, put_rows, tree_map
+from coterie.core.pytree import Params, flat, put_rows, tree_map, unflat
 from coterie.core.registry import register
-from coterie.core.step import client_step
+from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Data, Task
 from coterie.core.train import Models, Train
+from coterie.parts.least_squares import least_squares, normal_equations
 from coterie.parts.local_training import LocalTraining
 
 
@@ -35,6 +37,10 @@ class LocalOnly(LocalTraining, Method):
     It is a yardstick and no federation: the state holds the m models only so that they are scored as all others are,
     and nothing is charged for moving them.
 
+    Args:
+        refine: "steps" of gradient descent; or "least_squares", the shortest model that fits the client's rows best, in
+            one round, for squared loss and a model that is linear in its parameters.
+
     Example:
         >>> import coterie as ct
         >>> federation = ct.data.rotated_digits(clients=8, seed=0)
@@ -46,15 +52,21 @@ class LocalOnly(LocalTraining, Method):
 
     needs = Needs(gather=True)
 
+    refine: Literal["steps", "least_squares"] = "steps"
+
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
-        """All clients start from one random model."""
-        return State(tree_map(lambda x: x.expand(cohort.population, *x.shape), task.init(key.fold(0))), 0)
+        """All clients start from one random model; from zero, if they solve for theirs."""
+        theta = task.init(key.fold(0))
+        if self._solves:
+            require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: refine='least_squares'")
+            theta = tree_map(torch.zeros_like, theta)
+        return State(tree_map(lambda x: x.expand(cohort.population, *x.shape), theta), 0)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Every client goes on from its own model."""
         chosen = cohort.sample(self.fraction)
         sent = Models(state.theta, self.step_size(state.round))
-        reply = chosen.uncharged().gather(self.step, sent, rows=chosen.clients)
+        reply = chosen.uncharged().gather(self.solve if self._solves else self.step, sent, rows=chosen.clients)
         theta = reply.update
         if len(chosen) < len(cohort):
             theta = put_rows(state.theta, chosen.clients, theta)
@@ -64,6 +76,26 @@ class LocalOnly(LocalTraining, Method):
     def step(self, task: Task) -> Train:
         """LocalUpdate."""
         return Train(self.descend(), weights=self.weights)
+
+    @client_step
+    def solve(self, task: Task) -> ClientStep:
+        """The model that fits the client's rows best."""
+
+        def run(sent: Models, local: Local) -> Reply:
+            gram, pull = normal_equations(task, sent.theta, local.data)
+            change = least_squares(gram[None], pull[None])[0]
+            theta = unflat(flat(sent.theta, 0) + change.to(local.data.x.dtype), sent.theta)
+            return Reply(theta, note={"loss": mean_loss(task, sent.theta, local.data)})
+
+        return ClientStep(run)
+
+    def done(self, state: State) -> bool:
+        """Whether all have solved for their models."""
+        return self._solves and self.fraction == 1 and state.round > 0
+
+    @property
+    def _solves(self) -> bool:
+        return self.refine == "least_squares"
 
     def models(self, state: State) -> Params:
         """One model per client."""

@@ -211,6 +211,12 @@ def _normal(task: Task, theta: Params, data: Data) -> Outer:
     return Outer(phi / data.mask.sum(), torch.cat([phi, off[:, None]], 1))
 
 
+def normal_equations(task: Task, theta: Params, data: Data) -> tuple[Tensor, Tensor]:
+    """φᵀφ (d, d) and φᵀ(y - φθ) (d,) of a client's rows."""
+    phi, off = _rows(task, theta, data)
+    return phi.T @ phi, phi.T @ off
+
+
 def _about(normal: Tensor, theta: Tensor) -> Tensor:
     """Normal equations (k, d, d + 1) for a change from a + θ (k, d), where they were for one from a."""
     gram, pull = normal[:, :, :-1], normal[:, :, -1:]

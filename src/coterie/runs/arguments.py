@@ -14,11 +14,12 @@ from coterie.core.registry import known
 from coterie.core.task import Task
 
 
-def check_method(algorithm: Any) -> None:
+def check_method(algorithm: Any, where: str = "fit: algorithm") -> None:
     """Refuse what is not a method with its settings.
 
     Args:
         algorithm: What the user gave.
+        where: What the message calls it.
 
     Raises:
         ValueError: It is a class, a name, or something else.
@@ -27,14 +28,15 @@ def check_method(algorithm: Any) -> None:
         return
     cls = known("method").get(algorithm.lower()) if isinstance(algorithm, str) else algorithm
     example = _call(cls) if isinstance(cls, type) and issubclass(cls, Method) else "IFCA(k=4)"
-    raise ValueError(f"fit: algorithm must be a method with its settings: {example}, got {_what(algorithm)}")
+    raise ValueError(f"{where} must be a method with its settings: {example}, got {_what(algorithm)}")
 
 
-def check_task(task: Any) -> None:
+def check_task(task: Any, where: str = "fit") -> None:
     """Refuse what is not a task.
 
     Args:
         task: What the user gave.
+        where: The function that was called.
 
     Raises:
         ValueError: It is a module, or something else.
@@ -42,7 +44,7 @@ def check_task(task: Any) -> None:
     if not isinstance(task, Task):
         module = "module" if isinstance(task, nn.Module) else "model"
         ways = f"Task.classifier({module}) or Task.regressor({module})"
-        raise ValueError(f"fit: task must be a Task, such as {ways}, got {_what(task)}")
+        raise ValueError(f"{where}: task must be a Task, such as {ways}, got {_what(task)}")
 
 
 def check_callbacks(callbacks: Any) -> None:
@@ -66,18 +68,19 @@ def check_callbacks(callbacks: Any) -> None:
             )
 
 
-def check_federation(federation: Any) -> None:
+def check_federation(federation: Any, where: str = "fit") -> None:
     """Refuse what is not a federation.
 
     Args:
         federation: What the user gave.
+        where: The function that was called.
 
     Raises:
         ValueError: It is a list of clients, or something else.
     """
     if not isinstance(federation, Federation):
         way = "Federation.from_clients([(x, y), …])"
-        raise ValueError(f"fit: federation must be a Federation, such as {way}, got {_what(federation)}")
+        raise ValueError(f"{where}: federation must be a Federation, such as {way}, got {_what(federation)}")
 
 
 def _call(cls: type[Method]) -> str:

@@ -15,11 +15,14 @@ from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.data import CHANGES, DATASETS
 from coterie.models import MODELS
+from coterie.runs.candidates import candidates
 from coterie.secure import SecureSum
 
+COMPARE_KEYS = ("seeds", "holdout", "new", "few")  # of [compare], besides the candidates
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink")
 NESTED: dict[str, Kind] = {  # settings that are dataclasses of settings, and what kind of thing they name
     "init": "start",
+    "method": "method",
     "optimiser": "optimiser",
     "server": "optimiser",
     "lr_schedule": "schedule",
@@ -45,15 +48,19 @@ class Config:
     run: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class ComparisonConfig:
+    """What a configuration with several candidates asks for."""
+
+    candidates: dict[str, Method]
+    task: Task
+    federation: Federation
+    options: dict[str, Any]  # of `compare`
+
+
 def describe(algorithm: Method) -> dict[str, Any]:
     """A method as a table: its name and its hyperparameters."""
-    table = _table(algorithm)
-    init, schedule = getattr(algorithm, "init", None), getattr(algorithm, "lr_schedule", None)
-    if init is not None and not isinstance(init, str) and not dataclasses.is_dataclass(init):
-        table["init"] = "given"
-    if callable(schedule) and not dataclasses.is_dataclass(schedule):
-        table["lr_schedule"] = getattr(schedule, "__qualname__", type(schedule).__name__)
-    return table
+    return _table(algorithm)
 
 
 def describe_uplink(uplink: Uplink) -> list[dict[str, Any]]:
@@ -68,14 +75,20 @@ def _table(value: Any) -> dict[str, Any]:
     """A dataclass of settings as a table, which holds the tables of settings that are dataclasses themselves."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     nested = {n: _table(v) for n, v in fields.items() if n in NESTED and dataclasses.is_dataclass(v)}
-    return {"name": named(type(value)) or type(value).__name__, **to_plain(value), **nested}
+    table = {"name": named(type(value)) or type(value).__name__, **to_plain(value), **nested}
+    init, schedule = fields.get("init"), fields.get("lr_schedule")
+    if init is not None and not isinstance(init, str) and not dataclasses.is_dataclass(init):
+        table["init"] = "given"
+    if callable(schedule) and not dataclasses.is_dataclass(schedule):
+        table["lr_schedule"] = getattr(schedule, "__qualname__", type(schedule).__name__)
+    return table
 
 
-def build_algorithm(table: dict[str, Any]) -> Method:
+def build_algorithm(table: dict[str, Any], where: str = "algorithm") -> Method:
     """The method that a table describes."""
-    name, values = _name_and_rest(table, "algorithm")
-    cls = find("method", name, "[algorithm]")
-    return _settings(cls, values, "algorithm")
+    name, values = _name_and_rest(table, where)
+    cls = find("method", name, f"[{where}]")
+    return _settings(cls, values, where)
 
 
 def build_uplink(tables: Any) -> list[Transform]:
@@ -168,6 +181,43 @@ def build_settings(tables: dict[str, Any]) -> tuple[Method, Task, dict[str, Any]
     if "rounds" not in tables["run"]:
         raise ValueError("[run] needs rounds")
     return algorithm, task, build_run(tables["run"])
+
+
+def build_comparison(tables: dict[str, Any]) -> ComparisonConfig:
+    """All of a configuration with several candidates: those that are named in [compare.candidates], else the usual.
+
+    The method in [algorithm], if there is one, is a candidate beside the usual.
+    """
+    _known(tables, ["algorithm", "task", "data", "run", "compare"], "")
+    for needed in ("task", "data"):
+        if not isinstance(tables.get(needed), dict):
+            raise ValueError(f"the configuration has no [{needed}] table")
+    own, run = (tables.get(name, {}) for name in ("compare", "run"))
+    for name, table in (("compare", own), ("run", run)):
+        if not isinstance(table, dict):
+            raise ValueError(f"[{name}] must be a table, got {table!r}")
+    _known(own, ["candidates", "k", "lr", *COMPARE_KEYS], "compare")
+    _known(run, list(RUN_KEYS), "run")
+    if unused := [name for name in run if name not in ("rounds", "seed", "device", "evaluations")]:
+        raise ValueError(f"[run] {unused[0]} has no meaning in a comparison, which trains with the usual executor")
+    task, federation = build_task(tables["task"]), build_federation(tables["data"])
+    options = {n: v for n, v in {**run, **own}.items() if n in ("rounds", "seed", "device", *COMPARE_KEYS)}
+    return ComparisonConfig(_candidates(tables, own, task, federation), task, federation, options)
+
+
+def _candidates(tables: dict[str, Any], own: dict[str, Any], task: Task, federation: Federation) -> dict[str, Method]:
+    """The candidates by name."""
+    given, usual = own.get("candidates"), {n: own[n] for n in ("k", "lr") if n in own}
+    if given is None:
+        beside = {"[algorithm]": build_algorithm(tables["algorithm"])} if "algorithm" in tables else {}
+        return {**candidates(task, federation, **usual), **beside}
+    if not isinstance(given, dict) or not given:
+        example = 'pairs = { name = "ifca", k = 2 }'
+        raise ValueError(f"[compare.candidates] must be tables by name, such as {example}, got {given!r}")
+    if usual or "algorithm" in tables:
+        extra = "[algorithm]" if "algorithm" in tables else f"[compare] {next(iter(usual))}"
+        raise ValueError(f"{extra} is for the usual candidates; [compare.candidates] names others")
+    return {name: build_algorithm(table, f"compare.candidates.{name}") for name, table in given.items()}
 
 
 def build_run(table: dict[str, Any]) -> dict[str, Any]:

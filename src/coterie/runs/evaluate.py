@@ -20,6 +20,7 @@ from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Data, Task
 from coterie.core.train import Models
 from coterie.runs import metrics
+from coterie.runs.hurt import Hurt, errors, worst_tenth
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,35 @@ class Scores:
         count = np.bincount(self.labels[scored])
         total = np.bincount(self.labels[scored], self.per_client[scored])
         return {int(j): float(total[j] / count[j]) for j in np.flatnonzero(count)}
+
+    @property
+    def error(self) -> np.ndarray:
+        """Each client's score so that less is better (m,): 1 - accuracy; the loss where the score is a user's own."""
+        return errors(self.metric, self.per_client, self.loss)
+
+    @property
+    def worst_decile(self) -> float:
+        """The mean score of the tenth of the clients that are served worst."""
+        return worst_tenth(self.per_client, self.error)
+
+    def hurt(self, than: Scores) -> Hurt:
+        """Which share of the clients is worse off than by other scores, and by how much.
+
+        Args:
+            than: What the same clients score otherwise: with one model for all, or each alone.
+
+        Example:
+            >>> import coterie as ct
+            >>> federation = ct.data.rotated_digits(clients=8, seed=0)
+            >>> task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+            >>> grouped, one = (ct.fit(m, task, federation, rounds=5) for m in (ct.IFCA(k=2), ct.FedAvg()))
+            >>> 0 <= grouped.scores.hurt(than=one.scores).share <= 1
+            True
+        """
+        if (self.metric, len(self.per_client)) != (than.metric, len(than.per_client)):
+            mine, others = (f"{s.metric} of {len(s.per_client)} clients" for s in (self, than))
+            raise ValueError(f"hurt: both must be scores of the same clients, got {mine} and {others}")
+        return Hurt.of(self.error, than.error)
 
     def among(self, clients: Tensor, labels: Tensor, groups: Tensor | None) -> Self:
         """These scores of some clients among those of all, where the others have none but the label last known.

@@ -20,6 +20,7 @@ FORMATS = ("png", "jpg", "jpeg", "svg", "pdf")
 LISTED = 8  # clusters that a legend names
 FEW = 40  # clients at most that are written by name
 STRIP = 240  # places of a strip at most; where there are more clients, several share one
+SPREAD = 6  # times by which scores may differ before their axis is logarithmic
 STYLES = ("-", "--", ":")  # of lines, where there are more of them than colours
 
 
@@ -342,6 +343,95 @@ def federations(path: Path, rows: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False, fontsize=9)
     tidy(axes)
     save(fig, path)
+
+
+def candidates(rows: list[dict[str, Any]], metric: str, recommended: str, reason: str) -> Any:
+    """The picture of a comparison: the scores of all candidates with standard errors, and whom they hurt.
+
+    Args:
+        rows: A row per candidate, from the simplest on.
+        metric: The name of the score.
+        recommended: The candidate that has a bar behind it.
+        reason: What is said of it, at the top.
+    """
+    rows = [row for row in rows if not row["failed"]]
+    fig = figure(10, 1.9 + 0.32 * len(rows))
+    fig.suptitle(textwrap.fill(reason, 98), fontsize=11, x=0.01, ha="left")
+    left, right = fig.subplots(1, 2, sharey=True, width_ratios=(1.7, 1))
+    y = np.arange(len(rows))
+    for axes in (left, right):
+        axes.axhspan(*(at := next(i for i, r in enumerate(rows) if r["name"] == recommended)) + np.array([-0.5, 0.5]),
+                     color=COLOURS[2], alpha=0.25, lw=0)  # fmt: skip
+        tidy(axes)
+    _scores(left, rows, metric)
+    _hurt(right, rows)
+    left.set_yticks(y, [row["name"] for row in rows])
+    left.get_yticklabels()[at].set_fontweight("bold")
+    left.set_ylim(len(rows) - 0.5, -0.5)
+    return fig
+
+
+def _scores(axes: Any, rows: list[dict[str, Any]], metric: str) -> None:
+    """A dot with its standard error for every candidate: on known clients' rows, and below it on new clients."""
+    new = any(np.isfinite(row["new"]) for row in rows)
+    kinds = [("known", "rows of known clients", COLOURS[0], "o"), *([("new", "new clients", COLOURS[1], "D")] * new)]
+    for at, (key, label, colour, marker) in enumerate(kinds):
+        shift = (at - (len(kinds) - 1) / 2) * 0.28
+        values, errors = ([row[name] for row in rows] for name in (key, f"{key}_se"))
+        axes.errorbar(values, np.arange(len(rows)) + shift, xerr=errors, fmt=marker, ms=5, color=colour, label=label,
+                      elinewidth=1.6, capsize=2)  # fmt: skip
+    axes.set_xscale(_scale(rows))
+    axes.set_xlabel(f"{metric}, ± one standard error")
+    axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def _scale(rows: list[dict[str, Any]]) -> str:
+    """Logarithmic where scores differ many times over."""
+    shown = [row[key] for row in rows for key in ("known", "new") if np.isfinite(row[key])]
+    return "log" if min(shown) > 0 and max(shown) > SPREAD * min(shown) else "linear"
+
+
+def _hurt(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Two bars for every candidate: the share of the clients that it hurts beside one model for all, and one each."""
+    for shift, key, label, colour in (
+        (-0.17, "hurt", "than with one for all", COLOURS[3]),
+        (0.17, "hurt_alone", "than alone", COLOURS[7]),
+    ):
+        own = [(i, 100 * row[key]) for i, row in enumerate(rows) if row[key] is not None]
+        axes.barh([i + shift for i, _ in own], [share for _, share in own], 0.32, color=colour, label=label)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("clients that are worse off (%)")
+    axes.tick_params(left=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def numbers_of_groups(rows: list[dict[str, Any]], metric: str, chosen: int) -> Any:
+    """The score against the number of groups, on known clients' rows and on new clients.
+
+    Args:
+        rows: A row per number.
+        metric: The name of the score.
+        chosen: The number that is marked.
+    """
+    fig = figure(6, 3.6)
+    axes, k = fig.subplots(), [row["k"] for row in rows]
+    axes.axvline(chosen, color=COLOURS[2], alpha=0.35, lw=12)
+    for key, label, colour, marker in (
+        ("known", "rows of known clients", COLOURS[0], "o"),
+        ("new", "new clients", COLOURS[1], "D"),
+    ):
+        if any(np.isfinite(row[key]) for row in rows):
+            values, errors = ([row[name] for row in rows] for name in (key, f"{key}_se"))
+            axes.errorbar(k, values, errors, fmt=f"{marker}-", color=colour, label=label, capsize=2, lw=1.6, ms=5)
+    axes.set_yscale(_scale(rows))
+    axes.set_xticks(k)
+    axes.set_xlabel("groups")
+    axes.set_ylabel(f"{metric}, ± one standard error")
+    axes.set_title(f"k = {chosen}: the fewest groups that are as good as the best number", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    tidy(axes)
+    return fig
 
 
 def _growth(axes: Any, rows: list[dict[str, Any]], key: str, colour: str, label: str, **style: Any) -> None:

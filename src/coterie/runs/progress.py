@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Self
 
 FORMAT = "{desc} |{bar}| round {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"  # fits into 80 columns
+
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let runs show no bar and log nothing: they are parts of something that has a bar of its own."""
+    log = logging.getLogger("coterie")
+    token, before = _quiet.set(True), log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+        log.disabled = before
+
+
+def counting(name: str, total: int, done: int) -> Any:
+    """A bar of tqdm's that counts pieces of work, shown to people only.
+
+    Args:
+        name: Of the work.
+        total: How many pieces there are.
+        done: How many were done before.
+    """
+    return _bar_class()(desc=name, total=total, initial=done, disable=not _watched(), file=_stream(), leave=False)
 
 
 class Progress:
@@ -30,14 +59,13 @@ class Progress:
         self._told: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        notebook = in_notebook()
         self._bar = _bar_class()(
             desc=self.name,
             total=self.rounds,
             bar_format=FORMAT,
-            disable=self.hidden or not (notebook or sys.stderr.isatty()),
-            file=sys.stdout if notebook else sys.stderr,  # a notebook shows the second as if something were wrong
-            dynamic_ncols=not notebook,
+            disable=self.hidden or not _watched(),
+            file=_stream(),
+            dynamic_ncols=not in_notebook(),
             miniters=1,
         )
         return self
@@ -76,6 +104,16 @@ def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")  # a terminal's shell has none, and a library that loads IPython has no shell
+
+
+def _watched() -> bool:
+    """Whether somebody looks at bars here."""
+    return not _quiet.get() and (in_notebook() or sys.stderr.isatty())
+
+
+def _stream() -> Any:
+    """Where bars are written; a notebook shows standard error as if something were wrong."""
+    return sys.stdout if in_notebook() else sys.stderr
 
 
 def _bar_class() -> Any:

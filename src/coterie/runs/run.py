@@ -378,6 +378,7 @@ def summary(run: Run) -> dict[str, Any]:
         "metric": run.scores.metric,
         "score": run.score,
         "clusters": len(run.algorithm.members(run.state)),
+        "worst_decile": worst if math.isfinite(worst := run.scores.worst_decile) else None,
         **run.scores.clustering,
         "per_cluster": {str(j): v for j, v in run.scores.per_cluster.items()},
         "per_client": _listed(run.scores.per_client),
