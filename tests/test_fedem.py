@@ -9,6 +9,7 @@ from torch import nn
 
 import coterie as ct
 from coterie.core import Key
+from coterie.core.task import Data
 from coterie.engines import simulated
 from coterie.methods.fedem import mixture
 
@@ -129,16 +130,16 @@ def test_shares_are_found_where_clients_mix_two_groups():
     clients = federation("regressor", sizes=(200, 200, 200), seed=3)
     task = task_of("regressor")
     run = ct.fit(ct.FedEM(k=2, init=ct.Tournament(steps=30, bouts=1)), task, clients, rounds=40)
-    own = [task_share(run, clients.train.client(i)) for i in range(3)]
+    own = [shares_of(run, clients.train.client(i)) for i in range(3)]
     order = np.argsort([share[0] for share in own])
     assert order.tolist() in ([0, 1, 2], [2, 1, 0])
     assert sorted(share[0] for share in own) == pytest.approx([0.25, 0.5, 0.75], abs=0.1)
     assert run.state.temperature == pytest.approx(2 * 0.1**2, rel=0.3)  # the noise has a deviation of 0.1
 
 
-def task_share(run, rows):
-    data = ct.core.task.Data(*rows, torch.ones(len(rows[0])))
-    return run.algorithm._share(run.task, run.algorithm.served(run.state).message, data).tolist()
+def shares_of(run, rows):
+    data = Data(*rows, torch.ones(len(rows[0])))
+    return run.algorithm.shares(run.state, run.task, data).tolist()
 
 
 def test_few_rows_say_little_about_shares():

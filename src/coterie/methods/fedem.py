@@ -210,7 +210,11 @@ class FedEM(LocalTraining, ServerStep, Method):
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """The component that a client has most of, which may have taken no part in training."""
-        return int(self._share(task, self._broadcast(state), data).argmax())
+        return int(self.shares(state, task, data).argmax())
+
+    def shares(self, state: State, task: Task, data: Data) -> Tensor:
+        """π: how much of each component is in a client's rows (k,), which only who has these can tell."""
+        return self._share(task, self._broadcast(state), data)
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Shares are found anew in every round; only the label is noted, where the server knows the others'."""
