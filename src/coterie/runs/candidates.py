@@ -14,6 +14,7 @@ from coterie.core.task import Task
 
 LR = 0.1
 STEP = 0.45  # of the inverse of the largest curvature: what gradient descent on squared loss is sure to bear
+TINY = 1e-12  # curvature that is none
 LOOKED_AT = 1000  # clients at most whose curvature is looked at
 MANY = 10**6  # groups, for the order, where the method finds out how many
 
@@ -72,7 +73,7 @@ def candidates(task: Task, federation: Federation, k: int = 4, lr: float | None 
             bears.
     """
     linear = is_linear(task, federation.train.x[:2])
-    size = (_bearable(task, federation) if linear else LR) if lr is None else lr
+    size, single = _bearable(task, federation) if linear and lr is None else (lr or LR,) * 2
     most = range(2, min(k, len(federation) // 2) + 1)
     if linear:
         hard = {"one for all": _made("fedx", k=1), **{f"{j} groups": _made("fedx", k=j) for j in most}}
@@ -81,7 +82,7 @@ def candidates(task: Task, federation: Federation, k: int = 4, lr: float | None 
     hard["CFL"] = _made("cfl", lr=size)
     found: dict[str, Method | None] = {**hard}
     found |= {f"{name} + personal": _made("personal", method=method) for name, method in hard.items()}
-    found |= {f"{j} soft groups": _made("fedem", k=j, lr=size) for j in most}
+    found |= {f"{j} soft groups": _made("fedem", k=j, lr=single) for j in most}
     if linear:
         found["random effects"] = _made("mixed_effects")
         found["groups of random effects"] = _made("mixed_effects", k="auto")
@@ -95,11 +96,12 @@ def _made(name: str, **settings: Any) -> Method | None:
     return None if cls is None else cls(**settings)
 
 
-def _bearable(task: Task, federation: Federation) -> float:
-    """The step size that squared loss bears at every client."""
+def _bearable(task: Task, federation: Federation) -> tuple[float, float]:
+    """The step sizes that squared loss bears: on the rows of every client, and on every single row."""
     assert task.features is not None
-    worst = 0.0
+    clients, rows = TINY, TINY
     for i in range(0, len(federation), -(-len(federation) // LOOKED_AT)):
         phi = task.features(federation.train.client(i)[0])
-        worst = max(worst, float(torch.linalg.matrix_norm(phi, 2)) ** 2 / len(phi))
-    return STEP / worst if worst else LR
+        clients = max(clients, float(torch.linalg.matrix_norm(phi, 2)) ** 2 / len(phi))
+        rows = max(rows, float(phi.square().sum(1).max()))
+    return STEP / clients, STEP / rows
