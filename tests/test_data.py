@@ -22,6 +22,7 @@ def needs(name, file):
 needs_mnist = needs("MNIST", "mnist/train-images-idx3-ubyte.gz")
 needs_cifar10 = needs("CIFAR-10", "cifar-10-batches-bin/test_batch.bin")
 needs_ag_news = needs("AG News", "ag_news_csv/train.csv")
+needs_panels = needs("a panel", "tables/orange_juice.csv.xz")
 needs_newsgroups = needs("20 Newsgroups", "20news-bydate/20news-bydate-train")
 
 
@@ -308,6 +309,94 @@ def test_news_that_cannot_be_used(tmp_path, monkeypatch):
         file.write('"5","a","b"\n')
     with pytest.raises(ValueError, match=r"test.csv: row 9 is not a class from 1 to 4"):
         ct.data.ag_news(4)
+
+
+def test_models_vary_about_the_centres_of_their_groups():
+    made = {"clients": 300, "rows": 40, "features": 4, "groups": 3, "sigma": 0.0, "distance": 2.0}
+    for spread in (0.0, 0.2):
+        federation = ct.data.varying_regression(**made, spread=spread)
+        own = (federation.train.client(i) for i in range(300))
+        theta = torch.stack([torch.linalg.lstsq(x, y[:, None]).solution[:, 0] for x, y in own])
+        centres = torch.stack([theta[federation.groups == j].mean(0) for j in range(3)])
+        apart = torch.pdist(centres).tolist()
+        away = float((theta - centres[federation.groups]).square().sum(1).mean()) ** 0.5
+        assert apart == pytest.approx([2.0] * 3, abs=0.1) and away == pytest.approx(2.0 * spread, rel=0.05, abs=1e-4)
+    for wrong in ({"groups": 5}, {"clients": 301}, {"rows": 0}, {"spread": -0.1}):
+        with pytest.raises(ValueError, match=f"varying_regression: {next(iter(wrong))} must be"):
+            ct.data.varying_regression(**{**made, **wrong})
+
+
+def write_cheese(folder, columns="row,RETAILER,VOLUME,DISP,PRICE", suffix=".csv", prices=(1.0, 2.0, 4.0)):
+    """Shop "b" has nine rows and shop "a" six, in turn at first; volume is price squared."""
+    (folder / "tables").mkdir(parents=True, exist_ok=True)
+    rows = [(i, "ab"[i % 2 if i < 12 else 1], p**2, i % 5, p) for i, p in zip(range(15), prices * 5, strict=True)]
+    text = "\n".join([columns, *(",".join(map(str, row)) for row in rows), "15,c,,0.1,2"])
+    path = folder / "tables" / f"cheese{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+def test_a_panel_is_split_by_client_and_standardised_over_training_rows(tmp_path, monkeypatch, suffix):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    write_cheese(tmp_path, suffix=suffix)
+    whole, capped, other = (ct.data.panel("cheese", **given) for given in ({}, {"rows": 3}, {"seed": 1}))
+    assert whole.ids == ("a", "b") and whole.columns == ("display", "log price")  # a row of c lacks its volume
+    assert whole.train.sizes.tolist() == [3, 4] and whole.test.sizes.tolist() == [3, 5]
+    assert capped.train.sizes.tolist() == [3, 3] and capped.test.sizes.tolist() == [3, 5]
+    assert (
+        not same(whole, other) and same(whole, ct.data.panel("cheese")) and same(whole, build_federation(whole.source))
+    )
+    for values in (*whole.train.x.T, whole.train.y):
+        assert float(values.mean()) == pytest.approx(0, abs=1e-6)
+        assert float(values.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    for part in (whole.train, whole.test):
+        assert torch.allclose(part.y, part.x[:, 1], atol=1e-5)  # log volume is twice log price
+
+
+def test_a_panel_that_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"no table 'chese'; did you mean 'cheese'"):
+        ct.data.panel("chese")
+    with pytest.raises(
+        ValueError, match=r'tables/cheese.csv .* is not in .* write it in R by data\(cheese, package = "bayesm'
+    ):
+        ct.data.panel("cheese")
+    with pytest.raises(ValueError, match=r"or download https://.*/Ecdat/Males.csv as that file"):
+        ct.data.panel("males")
+    write_cheese(tmp_path)
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        ct.data.panel("cheese", rows=0)
+    for wrong, message in (
+        (
+            {"columns": "row,RETAILER,VOLUME,DISP,price"},
+            r"has no column 'PRICE'; its columns are row, RETAILER, VOLUME",
+        ),
+        ({"prices": (1.0, 0.0, 2.0)}, r"'log volume' is not finite in all rows"),
+        ({"prices": (2.0, 2.0, 2.0)}, r"'log volume' is the same in all training rows"),
+    ):
+        write_cheese(tmp_path, **wrong)
+        with pytest.raises(ValueError, match=message):
+            ct.data.panel("cheese")
+    path = write_cheese(tmp_path)
+    path.write_text(path.read_text().replace("16.0", "many"))
+    with pytest.raises(ValueError, match=r"cheese.csv: column 'VOLUME' holds something that is not a number"):
+        ct.data.panel("cheese")
+    path.rename(path.with_suffix(".csv.xz"))
+    with pytest.raises(ValueError, match=r"cheese.csv.xz is not a table of comma-separated values"):
+        ct.data.panel("cheese")
+
+
+@needs_panels
+@pytest.mark.parametrize(
+    ("table", "clients", "rows", "features"),
+    [("cheese", 88, 12, 2), ("cigar", 46, 15, 4), ("males", 545, 4, 5), ("orange_juice", 83, 30, 3),
+     ("movielens", 671, 20, 6)],
+)  # fmt: skip
+def test_panels(table, clients, rows, features):
+    federation = ct.data.panel(table)
+    assert len(federation) == clients and int(federation.train.sizes.max()) == rows
+    assert tuple(federation.train.x.shape[1:]) == (features,) and federation.groups is None
 
 
 def test_a_damaged_data_file_is_refused(tmp_path, monkeypatch):

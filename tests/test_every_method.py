@@ -14,6 +14,7 @@ from coterie.core.step import client_steps
 from coterie.engines import simulated
 from coterie.engines.chunks import Chunks
 from coterie.runs.config import build_algorithm, describe
+from coterie.runs.evaluate import evaluate
 from coterie.testing import Skip, assert_same, check_method, checks, problem_for, run_rounds, small
 
 METHODS = {name: cls for name, cls in known("method").items() if cls.__module__.startswith("coterie.")}
@@ -61,12 +62,15 @@ VARIANTS = {
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
     "kept_adam": {"optimiser": ct.Adam(keep=True), "lr": 0.01, "fraction": 0.5},
     "server_yogi": {"server": ct.Yogi(), "server_lr": 0.1},
+    "by_bic": {"k": "auto", "at_most": 3},
+    "narrow": {"covariance": "diagonal"},
+    "untied": {"tied": False},
 }  # fmt: skip
 
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
 FLOWN = (
     "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed",
-    "kept_adam", "server_yogi",
+    "kept_adam", "server_yogi", "by_bic", "narrow",
 )  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.
 SAMPLED = {"stop_and_resume", "renumbering_clients_renumbers_labels"}
@@ -127,6 +131,8 @@ def test_one_cluster_is_fedavg(name):
     fields = {f.name for f in dataclasses.fields(METHODS[name])}
     if "k" not in fields or METHODS[name].needs.points:
         pytest.skip("it has no number of clusters of clients")
+    if "tau" not in fields:
+        pytest.skip("its clients take no steps")
     single = small(METHODS[name], k=1, init="random", refine="fedavg")
     task, federation = problem_for(single)
     cohort = simulated(federation, task, Key.of(0).fold(1), executor="sequential")
@@ -148,9 +154,10 @@ def test_every_step_is_run_under_vmap_by_some_variant(name, monkeypatch):
     heirs = {heir.__name__ for heir in METHODS.values() if issubclass(heir, cls)}
 
     def together(chunks, exchange, sizes, bucket, ways):
-        owner, _, step = ways.name.split(" (")[0].partition(".")
-        if owner in heirs:
-            ran.add(step)
+        for name in ways.name.split(" (")[0].split(" after "):
+            owner, _, step = name.partition(".")
+            if owner in heirs:
+                ran.add(step)
         return len(bucket)
 
     monkeypatch.setattr(Chunks, "_size", together)
@@ -161,6 +168,7 @@ def test_every_step_is_run_under_vmap_by_some_variant(name, monkeypatch):
             cohort = simulated(federation, task, Key.of(0).fold(1), executor="vmap")
             state, _ = run_rounds(method, cohort, 4)
             method.place(state, cohort)
+            evaluate(method, state, cohort)
             list(method.doubts(state, cohort))
             if "commonest" in ran:  # it runs the points' own step
                 ran.add("points")

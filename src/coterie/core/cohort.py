@@ -165,7 +165,7 @@ class Cohort:
         self.ledger.messages.append(message)
 
     def _exchange(
-        self, step: Step, message: Any, slots: int, rows: Tensor | OwnChoice | None, first: First | None
+        self, step: Step, message: Any, slots: int, rows: Tensor | OwnChoice | None, first: First | None = None
     ) -> Exchange:
         everybody = len(self) == self.population
         return Exchange(step, message, slots, rows, self.clients, self.part, self.when, everybody, self.ledger, first)

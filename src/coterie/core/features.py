@@ -7,6 +7,7 @@ is linear in its parameters has one. For `models.Linear` it is the row itself, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,15 +44,30 @@ def features_of(
 
 def is_linear(task: Task, x: Tensor) -> bool:
     """Whether a task's model is ⟨φ(x), θ⟩ with a single output and its loss is squared, tried on some rows."""
+    return task.features is not None and _agrees(task, x, [task.init(Key.of(j)) for j in range(2)])
+
+
+def linearity(task: Task) -> Callable[[torch.Size], bool]:
+    """The same as a function of a row's shape, tried on rows that are made up: a step cannot look at values."""
+    drawn = [] if task.features is None else [task.init(Key.of(j)) for j in range(2)]  # vmap draws nothing
+
+    @cache
+    def is_linear_on(shape: torch.Size) -> bool:
+        return bool(drawn) and _agrees(task, torch.arange(1.0, 2 * shape.numel() + 1).sin().reshape(2, *shape), drawn)
+
+    return is_linear_on
+
+
+def _agrees(task: Task, x: Tensor, models: list[Params]) -> bool:
+    """Whether the loss of some models on these rows is that of ⟨φ(x), θ⟩."""
     from coterie.core.task import Data
 
-    if task.features is None:
-        return False
+    assert task.features is not None
     rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
     try:
         phi = task.features(x)
-        for j in range(2):
-            theta = {name: p.to(x.dtype) for name, p in task.init(Key.of(j)).items()}
+        for model in models:
+            theta = {name: p.to(x.dtype) for name, p in model.items()}
             squared, expected = task.loss(theta, rows), (phi @ flat(theta, 0)).square()  # of f(x), for y = 0
             if not torch.allclose(squared, expected, rtol=1e-3, atol=1e-5 * float(expected.max().clamp(min=1))):
                 return False

@@ -42,12 +42,14 @@ class Needs(NamedTuple):
         points: Whether it groups rows rather than clients, and looks at no target.
         linear: Whether the model must be linear in its parameters.
         gather: Whether the server sees single clients' replies, so that there is no secure sum of them.
+        soft: Whether a client adds to all clusters, to each as much as it has of it.
     """
 
     task: str = ""
     points: bool = False
     linear: bool = False
     gather: bool = False
+    soft: bool = False
 
 
 class Served(NamedTuple):

@@ -16,16 +16,17 @@ from coterie.data.heterogeneity import (
 from coterie.data.mapped import mapped
 from coterie.data.mnist import mnist, mnist_digits, mnist_rotations, rotated_mnist
 from coterie.data.news import ag_news, newsgroups
+from coterie.data.panels import panel
 from coterie.data.points import gaussian_clusters, subspace_clusters
 from coterie.data.regression import mixed_regression, regression_truth
 from coterie.data.representation import rotnet_features
 from coterie.data.source import CHANGES, DATASETS, deal
-from coterie.data.synthetic import linear_mixture
+from coterie.data.synthetic import linear_mixture, varying_regression
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
     "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "mnist_digits", "mnist_rotations",
-    "newsgroups", "noisy_labels", "offset_targets", "outliers", "permute_labels", "permuted_digits", "quantity_skew",
-    "random_background", "regression_truth", "rotate", "rotated_digits", "rotated_mnist", "rotnet_features",
-    "shift_features", "subspace_clusters", "swap_labels",
+    "newsgroups", "noisy_labels", "offset_targets", "outliers", "panel", "permute_labels", "permuted_digits",
+    "quantity_skew", "random_background", "regression_truth", "rotate", "rotated_digits", "rotated_mnist",
+    "rotnet_features", "shift_features", "subspace_clusters", "swap_labels", "varying_regression",
 ]  # fmt: skip

@@ -55,6 +55,65 @@ def linear_mixture(
     return Federation(Packed(x, y, offsets), groups=torch.arange(clients) // (clients // groups))
 
 
+@dataset
+def varying_regression(
+    clients: int,
+    rows: int,
+    features: int,
+    groups: int = 1,
+    spread: float = 0.0,
+    distance: float = 2.0,
+    sigma: float = 0.5,
+    test_rows: int = 50,
+    seed: int = 0,
+) -> Federation:
+    """Linear regressions y = ⟨x, θ_i⟩ + ε whose models vary about the centre of their group, θ_i ~ N(μ_j, (sΔ)²I/d).
+
+    x ~ N(0, I) and ε ~ N(0, σ²). The centres μ_j are at right angles to each other, any two of them Δ apart. With a
+    spread s of 0 clients of a group have one model; with one group they merely vary; between the two lies what most
+    federations are like.
+
+    Args:
+        clients: Number of clients m, in contiguous groups of equal size.
+        rows: Number of training rows per client.
+        features: Number of features d, at least as many as groups.
+        groups: Number of groups.
+        spread: s, the root-mean-square distance of a client's model from the centre of its group, as a share of Δ.
+        distance: Δ, the distance between centres.
+        sigma: Standard deviation σ of the noise.
+        test_rows: Number of test rows per client.
+        seed: Seed of the centres, the models and the rows.
+
+    Example:
+        >>> federation = varying_regression(clients=6, rows=10, features=4, groups=2, spread=0.2)
+        >>> tuple(federation.train.x.shape), tuple(federation.test.x.shape), federation.groups.tolist()
+        ((60, 4), (300, 4), [0, 0, 0, 1, 1, 1])
+    """
+    if not 1 <= groups <= features:
+        raise ValueError(f"varying_regression: groups must be 1 to {features}, the features, got {groups}")
+    if clients < groups or clients % groups:
+        raise ValueError(f"varying_regression: clients must be a positive multiple of {groups}, got {clients}")
+    for name, value, low in (
+        ("rows", rows, 1),
+        ("test_rows", test_rows, 1),
+        ("spread", spread, 0),
+        ("sigma", sigma, 0),
+    ):
+        if not value >= low:
+            raise ValueError(f"varying_regression: {name} must be at least {low}, got {value}")
+    group = torch.arange(clients) // (clients // groups)
+    g = Key.of(seed).generator()
+    centres = distance / 2**0.5 * torch.linalg.qr(torch.randn(features, groups, generator=g)).Q.T
+    theta = centres[group] + spread * distance * torch.randn(clients, features, generator=g) / features**0.5
+
+    def part(n: int) -> Packed:
+        x = torch.randn(clients, n, features, generator=g)
+        y = torch.einsum("mnd,md->mn", x, theta) + sigma * torch.randn(clients, n, generator=g)
+        return Packed(x.flatten(0, 1), y.flatten(), torch.arange(clients + 1) * n)
+
+    return Federation(part(rows), part(test_rows), group)
+
+
 def linear_draws(rows: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return the x (rows, d) and ε/σ (rows,) of `linear_mixture` with the same seed; they do not depend on its truth.
 

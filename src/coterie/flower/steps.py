@@ -80,7 +80,7 @@ def rebuild_uplink(plain: str) -> Uplink:
 
 def types_of(step: Step) -> dict[str, type]:
     """The NamedTuples of which a step's trees may be made."""
-    return snapshot.named_tuples(type(getattr(step, "__self__", None)))
+    return snapshot.named_tuples(getattr(step, "__self__", None))
 
 
 def _name(cls: type) -> str:

@@ -22,6 +22,7 @@ COMPARE_KEYS = ("seeds", "holdout", "new", "few")  # of [compare], besides the c
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink")
 NESTED: dict[str, Kind] = {  # settings that are dataclasses of settings, and what kind of thing they name
     "init": "start",
+    "method": "method",
     "optimiser": "optimiser",
     "server": "optimiser",
     "lr_schedule": "schedule",
@@ -59,13 +60,7 @@ class ComparisonConfig:
 
 def describe(algorithm: Method) -> dict[str, Any]:
     """A method as a table: its name and its hyperparameters."""
-    table = _table(algorithm)
-    init, schedule = getattr(algorithm, "init", None), getattr(algorithm, "lr_schedule", None)
-    if init is not None and not isinstance(init, str) and not dataclasses.is_dataclass(init):
-        table["init"] = "given"
-    if callable(schedule) and not dataclasses.is_dataclass(schedule):
-        table["lr_schedule"] = getattr(schedule, "__qualname__", type(schedule).__name__)
-    return table
+    return _table(algorithm)
 
 
 def describe_uplink(uplink: Uplink) -> list[dict[str, Any]]:
@@ -80,7 +75,13 @@ def _table(value: Any) -> dict[str, Any]:
     """A dataclass of settings as a table, which holds the tables of settings that are dataclasses themselves."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     nested = {n: _table(v) for n, v in fields.items() if n in NESTED and dataclasses.is_dataclass(v)}
-    return {"name": named(type(value)) or type(value).__name__, **to_plain(value), **nested}
+    table = {"name": named(type(value)) or type(value).__name__, **to_plain(value), **nested}
+    init, schedule = fields.get("init"), fields.get("lr_schedule")
+    if init is not None and not isinstance(init, str) and not dataclasses.is_dataclass(init):
+        table["init"] = "given"
+    if callable(schedule) and not dataclasses.is_dataclass(schedule):
+        table["lr_schedule"] = getattr(schedule, "__qualname__", type(schedule).__name__)
+    return table
 
 
 def build_algorithm(table: dict[str, Any], where: str = "algorithm") -> Method:

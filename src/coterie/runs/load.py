@@ -42,7 +42,7 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
     path = Path(folder)
     result, config = read_result(path), read_config(path)
     method = _method(config["algorithm"])
-    content, damaged = read_checkpoint(path, snapshot.named_tuples(type(method)))
+    content, damaged = read_checkpoint(path, snapshot.named_tuples(method))
     if content is None:
         raise ValueError(f"{path} has no checkpoint that can be read")
     for file in damaged:

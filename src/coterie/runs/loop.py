@@ -240,7 +240,7 @@ class Loop:
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
-        types = snapshot.named_tuples(type(self.method))
+        types = snapshot.named_tuples(self.method)
         content, warnings = self.record.restore(types)
         for warning in warnings:
             log.warning(warning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -142,7 +143,8 @@ def load(path: Path, types: dict[str, type]) -> Any:
 
     try:
         with safe_open(path, framework="pt") as f:
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - not a dict
+            # Copied to where tensors begin in memory: products of those that begin elsewhere may have other last bits.
+            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118 - not a dict
             plain = json.loads((f.metadata() or {})["tree"])
         return _unpack(plain, tensors, types)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
@@ -151,14 +153,17 @@ def load(path: Path, types: dict[str, type]) -> Any:
         raise ValueError(f"{path} was made by another version of coterie, and cannot be gone on with") from error
 
 
-def named_tuples(algorithm: type) -> dict[str, type]:
-    """Return the NamedTuples in the modules of a class and of its base classes, by name: its states consist of them.
+def named_tuples(owner: Any) -> dict[str, type]:
+    """Return the NamedTuples in the modules of an object's class, its base classes and its settings', by name.
 
     Args:
-        algorithm: The class.
+        owner: The method that a tree is the state of, or whose step it was sent to. Its own come before its settings'.
     """
-    known = [vars(sys.modules[c.__module__]).items() for c in reversed(algorithm.__mro__)]
-    return {n: t for own in known for n, t in own if isinstance(t, type) and hasattr(t, "_fields")}
+    settings = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
+    nested = [getattr(owner, f.name) for f in settings]
+    inner = {n: t for value in nested if dataclasses.is_dataclass(value) for n, t in named_tuples(value).items()}
+    known = [vars(sys.modules[c.__module__]).items() for c in reversed(type(owner).__mro__)]
+    return inner | {n: t for own in known for n, t in own if isinstance(t, type) and hasattr(t, "_fields")}
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

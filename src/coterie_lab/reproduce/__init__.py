@@ -23,10 +23,12 @@ from coterie_lab.reproduce import (
     recovery,
     robustness,
     separation,
+    sharing,
     splitting,
     subspace,
     success,
     table,
+    tables,
     trap,
 )
 from coterie_lab.reproduce.notebook import Notebook
@@ -48,6 +50,8 @@ KINDS = {
     "subspace": subspace,
     "trap": trap,
     "robustness": robustness,
+    "tables": tables,
+    "sharing": sharing,
 }
 
 
