@@ -14,6 +14,7 @@ import numpy as np
 
 from coterie.core.card import in_bytes
 from coterie.core.method import Method
+from coterie.methods.personal import Personal
 from coterie.runs import plots
 from coterie.runs.candidates import ALL, ALONE, Simplicity
 from coterie.runs.display import spelled
@@ -341,9 +342,8 @@ def number_of_groups(method: Method) -> int:
     Raises:
         ValueError: It has none.
     """
-    inner = getattr(method, "method", None)
-    if isinstance(inner, Method):
-        return number_of_groups(inner)
+    if isinstance(method, Personal):
+        return number_of_groups(method.method)
     if not isinstance(k := getattr(method, "k", None), int):
         raise ValueError(f"choose_k: {type(method).__name__} has no number of groups k that could be chosen")
     return k
