@@ -443,3 +443,14 @@ def test_folders_and_files_do_not_mix(config, coterie, tmp_path):
     assert "--picture goes with run folders" in coterie("compare", file, "--picture", "a.png")[2]
     assert "--out and --jobs go with a TOML file" in coterie("compare", "runs", "--jobs", "2")[2]
     assert "there is no such file" in coterie("compare", "b.toml")[2]
+
+
+def test_an_interrupted_comparison_says_how_to_go_on(config, coterie, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choosing, "compare", interrupted)
+    code, _, err = coterie("compare", config(FILE))
+    assert code == 130 and "what is done is in runs/a-compare: to go on, run the same command again" in err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in coterie("compare", "a.toml")[2]

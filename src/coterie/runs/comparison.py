@@ -67,8 +67,8 @@ class Figure(NamedTuple):
         2011): the variances over clients and over splits, less that of single values.
 
         Example:
-            >>> Figure.of(np.array([[1.0, 3.0, np.nan], [1.0, 3.0, 2.0]]))
-            Figure(mean=2.0, se=0.5773502691896258)
+            >>> Figure.of(np.array([[1.0, 3.0], [1.0, np.nan]]))
+            Figure(mean=2.0, se=1.0)
         """
         scored = ~np.isnan(values)
         if not scored.any():
