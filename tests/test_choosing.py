@@ -202,7 +202,7 @@ def test_a_candidate_that_fails_is_listed_and_not_recommended():
     row = next(row for row in found.rows if row.name == "diverges")
     assert "no longer finite" in row.failed and "diverges failed: " in str(found) and found.recommended == "3 groups"
     with pytest.raises(ValueError, match="compare: all candidates failed: diverges failed: "):
-        str(ct.compare({"diverges": ct.FedAvg(lr=1e6)}, TASK, grouped(6), rounds=8, seeds=1))
+        ct.compare({"diverges": ct.FedAvg(lr=1e6)}, TASK, grouped(6), rounds=8, seeds=1)
 
 
 # --- compare --------------------------------------------------------------------------------------------------------

@@ -124,6 +124,10 @@ class Comparison:
     metric: str
     cells: Mapping[str, list[Cell]]
 
+    def __post_init__(self) -> None:
+        if not self._sound:
+            raise ValueError(f"compare: all candidates failed: {'; '.join(self._failures())}")
+
     # --- which one to take ---------------------------------------------------------------------------------------
 
     @cached_property
@@ -237,10 +241,7 @@ class Comparison:
     @cached_property
     def _sound(self) -> list[str]:
         """The candidates that have figures on every split."""
-        sound = [n for n, own in self.cells.items() if all(c.failed is None for c in own)]
-        if not sound:
-            raise ValueError(f"compare: all candidates failed: {'; '.join(self._failures())}")
-        return sound
+        return [n for n, own in self.cells.items() if all(c.failed is None for c in own)]
 
     @cached_property
     def _least(self) -> float:
