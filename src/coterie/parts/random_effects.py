@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from coterie.core.key import Key
 from coterie.core.pytree import Outer
 from coterie.parts.least_squares import NARROW, least_squares
 
@@ -223,6 +224,19 @@ def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, An
     }
 
 
+def turned(mixture: Mixture, t: int) -> Mixture:
+    """The same mixture by another factor LQ of the same Σ, with a rotation Q that follows from the round.
+
+    The M-step stretches Σ along the columns of its factor. Were these the same in every round, an axis that shrinks to
+    0 on its way to the likeliest Σ would stay there, whichever way it points.
+    """
+    if mixture.diagonal:
+        return mixture
+    d = mixture.mean.shape[-1]
+    q, r = torch.linalg.qr(torch.randn(d, d, generator=Key.of(t).generator(), dtype=torch.float64))
+    return mixture._replace(factor=mixture.factor @ (q * r.diagonal().sign()).to(mixture.factor))
+
+
 def maximised(mixture: Mixture, sums: dict[str, Tensor], learn_noise: bool = True) -> Mixture:
     """The M-step: parameters that are at least as likely, from sums over the clients.
 
@@ -260,13 +274,11 @@ def _within(mixture: Mixture, sums: dict[str, Tensor], shift: Tensor) -> Tensor:
 
 
 def _factor(root: Tensor, within: Tensor) -> Tensor:
-    """L with LLᵀ = root · T · rootᵀ, along its principal axes: each of them is stretched by itself."""
+    """The symmetric L with LL = root · T · rootᵀ."""
     if root.dim() == 3:
         return root.abs() * within.clamp(min=0).sqrt()
     values, vectors = torch.linalg.eigh(root @ within @ root.mT)
-    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))  # an eigenvector has no sign of its own
-    # In the order of memory that a state has which was written and read again: products then have the same bits.
-    return (vectors * (largest.sign() * values.clamp(min=0).sqrt()[..., None, :])).contiguous()
+    return (vectors * values.clamp(min=0).sqrt()[..., None, :] @ vectors.mT).contiguous()
 
 
 def _expanded(mixture: Mixture, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
