@@ -117,8 +117,8 @@ def test_em_ends_at_the_maximum_of_the_likelihood():
 
     def minus(free):
         low = torch.tensor([[free[2], 0], [free[3], free[4]]])
-        shape = re.Mixture(torch.ones(1, 1), torch.tensor(free[None, None, :2]), low[None, None], torch.ones(1))
-        shape = shape._replace(noise=torch.tensor([math.exp(free[5])]).double())
+        noise = torch.tensor([math.exp(free[5])], dtype=torch.float64)
+        shape = re.Mixture(torch.ones(1, 1), torch.tensor(free[None, None, :2]), low[None, None], noise)
         return -sum(float(np.logaddexp.reduce(dense(shape, c)[0])) for c in clients)
 
     best = minimize(minus, np.array([1.0, 0, 0.6, 0, 0.6, -1.4]), method="BFGS", options={"gtol": 1e-6})
