@@ -72,8 +72,9 @@ def test_messages_carry_only_the_models_that_are_needed(task, ragged, on_flower)
     cohort = on_flower(ragged, task).everyone
     theta = tree_map(lambda x: x.expand(12, *x.shape), task.init(Key.of(0)))
     one = sum(x.numel() * 4 for x in task.init(Key.of(0)).values())
-    cohort.only([0, 1, 7]).gather(Scorer().score, theta, rows=torch.tensor([3, 3, 5]))
-    assert cohort.ledger.bytes_down == 2 * one
+    models = Models(theta, label=torch.arange(12))
+    cohort.only([0, 1, 7]).gather(Scorer().score, models, slots=12, rows=torch.tensor([3, 3, 5]))
+    assert cohort.ledger.bytes_down == 2 * (one + 8)  # 8: the label
 
 
 @pytest.mark.parametrize("restarts", [1, 2])

@@ -20,6 +20,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 import coterie as ct
 from coterie.core.engine import Ledger
 from coterie.core.key import Key
+from coterie.core.train import Models
 from coterie.flower.engine import Absent
 from coterie.flower.enrolment import enrol
 from coterie.flower.grid import TooFew
@@ -516,12 +517,16 @@ def test_no_hostile_answer_stops_a_run_or_is_in_its_result(algorithm, task, ragg
     assert len(used) >= 60 and len(set(used)) >= 25  # for each algorithm
 
 
+def one_model(task):
+    return Models(task.init(Key.of(0)), label=torch.tensor(0))
+
+
 def test_a_node_that_is_asked_alone_stops_a_run_only_where_all_are_needed(task, ragged, on_flower):
     for needed, said in ((1, Absent), (2, Absent), (3, TooFew)):
         members = on_flower(ragged, task, min_replies=needed)
         members.nodes.grid = Tampered(members.nodes.grid, {"refused": refused}, 0)
         with pytest.raises(said):
-            members.everyone.only([3, 4, 5]).gather(Scorer().score, task.init(Key.of(0)))
+            members.everyone.only([3, 4, 5]).gather(Scorer().score, one_model(task))
     engine = on_flower(ragged, task, min_replies=2).nodes
     engine.present = 2  # of the three sites one has failed before
     with pytest.raises(TooFew, match="1 of 2 nodes have answered, 2 are needed"):
@@ -534,7 +539,7 @@ def test_sites_that_have_failed_in_a_piece_of_work_count_as_absent_until_its_end
     del members.nodes.grid.nodes[9]
     members.nodes.grid = Tampered(members.nodes.grid, {"refused": refused}, 0)
     with pytest.raises(TooFew, match="1 of 2 nodes have answered, 2 are needed"):
-        members.perform(lambda some: some.gather(Scorer().score, task.init(Key.of(0))), unit=1)
+        members.perform(lambda some: some.gather(Scorer().score, one_model(task)), unit=1)
     assert members.nodes.faults == {"site-0": 1, "site-1": 1} and members.nodes.present == 3
 
 
@@ -544,14 +549,14 @@ def test_what_an_algorithm_cannot_use_is_the_fault_of_a_node_that_was_asked_alon
     def look(some):
         asked.append(some.clients.tolist())
         if len(asked) == 1:
-            return some.only([0, 1]).gather(Scorer().score, task.init(Key.of(0))).note["vector"]
+            return some.only([0, 1]).gather(Scorer().score, one_model(task)).note["vector"]
         return None
 
     members.perform(look)
     assert asked == [list(range(12)), list(range(3, 12))]  # again, without the site that was asked alone
     assert "KeyError: 'vector'" in members.everyone.ledger.messages[-1] and members.nodes.faults == {"site-0": 1}
     with pytest.raises(KeyError):  # all were asked, and agree: it is the algorithm's own fault
-        members.perform(lambda everybody: everybody.gather(Scorer().score, task.init(Key.of(0))).note["vector"])
+        members.perform(lambda everybody: everybody.gather(Scorer().score, one_model(task)).note["vector"])
     assert members.nodes.faults == {"site-0": 1}
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.ifca import IFCA
     from coterie.methods.kfed import KFED
     from coterie.methods.local_only import LocalOnly
+    from coterie.methods.mixed_effects import MixedEffects
     from coterie.methods.mixed_regression import MixedRegression
     from coterie.methods.moment_descent import MomentDescent
     from coterie.methods.uifca import UIFCA, Disturbed

@@ -32,6 +32,7 @@ from coterie.core.settings import validate
 from coterie.core.task import Data, Task
 from coterie.engines import ENGINES, simulated
 from coterie.runs.config import build_algorithm, describe
+from coterie.runs.evaluate import evaluate
 from coterie.runs.fit import fit
 from coterie.secure import SecureSum
 
@@ -218,6 +219,19 @@ def _engines_agree(method: Method, problem: Problem) -> None:
             raise AssertionError(f"{name} differs from sequential: {why}") from None
 
 
+def _scores_agree(method: Method, problem: Problem) -> None:
+    """Clients are served alike on every engine, and on three nodes: also with models of their own."""
+    state, _ = run_rounds(method, _cohort(problem))
+    wanted = evaluate(method, state, _cohort(problem, "sequential"))
+    found = {name: evaluate(method, state, _cohort(problem, name)) for name in ALIKE}
+    with nodes(problem) as there:
+        found["flower"] = evaluate(method, state, there.everyone)
+    for name, scores in found.items():
+        assert np.array_equal(scores.labels, wanted.labels), f"{name}: clients are in other clusters"
+        close = np.allclose(scores.per_client, wanted.per_client, rtol=CLOSE, atol=CLOSE, equal_nan=True)
+        assert close, f"{name}: scores differ from those of sequential"
+
+
 def _same_key_same_result(method: Method, problem: Problem) -> None:
     one, _ = run_rounds(method, _cohort(problem), 2)
     cohort = _cohort(problem)
@@ -325,7 +339,7 @@ def _real_federation(method: Method, problem: Problem) -> None:
 _CHECKS: dict[str, Callable[[Method, Problem], None]] = {
     check.__name__.removeprefix("_"): check
     for check in (
-        _settings, _shapes, _engines_agree, _same_key_same_result, _stop_and_resume,
+        _settings, _shapes, _engines_agree, _scores_agree, _same_key_same_result, _stop_and_resume,
         _renumbering_clients_renumbers_labels, _an_empty_cluster_keeps_its_model,
         _assign_of_a_training_client_is_its_label, _steps_can_be_batched, _secure_sum, _real_federation,
     )

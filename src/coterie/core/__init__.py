@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from coterie.core.cohort import Cohort
     from coterie.core.key import Key
     from coterie.core.local import mean_loss, nearest, pick
-    from coterie.core.method import Method, Needs, PointMethod, Report
+    from coterie.core.method import Method, Needs, PointMethod, Report, Served
     from coterie.core.pytree import Params, flat, put_rows, stack, take, tree_map, unflat
     from coterie.core.registry import register
     from coterie.core.settings import setting
@@ -25,7 +25,7 @@ _HOMES = {
     "cohort": ("Cohort",),
     "key": ("Key",),
     "local": ("mean_loss", "nearest", "pick"),
-    "method": ("Method", "Needs", "PointMethod", "Report"),
+    "method": ("Method", "Needs", "PointMethod", "Report", "Served"),
     "pytree": ("Params", "flat", "put_rows", "stack", "take", "tree_map", "unflat"),
     "registry": ("register",),
     "settings": ("setting",),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.engine import Engine, Exchange, Ledger, OwnChoice
+from coterie.core.engine import Engine, Exchange, First, Ledger, OwnChoice
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import tree_map
@@ -117,7 +117,15 @@ class Cohort:
 
     # --- the two verbs -------------------------------------------------------------------------------------------
 
-    def combine(self, step: Step, message: Any, *, slots: int = 1, rows: Tensor | OwnChoice | None = None) -> Sums:
+    def combine(
+        self,
+        step: Step,
+        message: Any,
+        *,
+        slots: int = 1,
+        rows: Tensor | OwnChoice | None = None,
+        first: First | None = None,
+    ) -> Sums:
         """Run `step` on every client and add the weighted updates up by slot.
 
         Args:
@@ -126,15 +134,18 @@ class Cohort:
             slots: The number of sums.
             rows: (clients,) or (clients, parts): client i is sent only these rows of the message. `OwnChoice` sends
                 each client the rows that it chooses itself.
+            first: What each client does before the step, and on which of its rows.
 
         Returns:
             Sums and diagnostics. Labels and counts are on the CPU, where the server works.
         """
         if isinstance(rows, OwnChoice) and not self.engine.sums_only:
             rows = self.on(rows.part).gather(rows.step, message.theta, slots=slots).slot
-        return _labels_at_home(self.engine.combine(self._exchange(step, message, slots, rows)))
+        return _labels_at_home(self.engine.combine(self._exchange(step, message, slots, rows, first)))
 
-    def gather(self, step: Step, message: Any, *, slots: int = 1, rows: Tensor | None = None) -> Reply:
+    def gather(
+        self, step: Step, message: Any, *, slots: int = 1, rows: Tensor | None = None, first: First | None = None
+    ) -> Reply:
         """Run `step` on every client and return every reply, stacked in the cohort's order.
 
         Args:
@@ -142,19 +153,22 @@ class Cohort:
             message: What every client is sent.
             slots: How many there are to choose from; a reply from a real federation that names another is refused.
             rows: (clients,) or (clients, parts): client i is sent only these rows of the message.
+            first: What each client does before the step, and on which of its rows.
 
         Returns:
             The replies. Labels and counts are on the CPU, where the server works.
         """
-        return _labels_at_home(self.engine.gather(self._exchange(step, message, slots, rows)))
+        return _labels_at_home(self.engine.gather(self._exchange(step, message, slots, rows, first)))
 
     def log(self, message: str) -> None:
         """Write a message to the log of the run."""
         self.ledger.messages.append(message)
 
-    def _exchange(self, step: Step, message: Any, slots: int, rows: Tensor | OwnChoice | None) -> Exchange:
+    def _exchange(
+        self, step: Step, message: Any, slots: int, rows: Tensor | OwnChoice | None, first: First | None
+    ) -> Exchange:
         everybody = len(self) == self.population
-        return Exchange(step, message, slots, rows, self.clients, self.part, self.when, everybody, self.ledger)
+        return Exchange(step, message, slots, rows, self.clients, self.part, self.when, everybody, self.ledger, first)
 
     def _but(self, **changes: Any) -> Cohort:
         other = copy.copy(self)

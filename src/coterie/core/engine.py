@@ -51,6 +51,20 @@ class OwnChoice(NamedTuple):
     part: str
 
 
+class First(NamedTuple):
+    """What each client does before its step, with what it was sent: the update of that reply is what the step gets.
+
+    It stays with the client. So a model can be made of some of its rows and scored on others.
+
+    Attributes:
+        step: What it does.
+        part: On which of its rows, "train" or "test".
+    """
+
+    step: Step
+    part: str
+
+
 class Exchange(NamedTuple):
     """One exchange of the server with some clients.
 
@@ -64,6 +78,7 @@ class Exchange(NamedTuple):
         when: The round, and finer moments of it: the clients' random numbers follow from it.
         everybody: Whether these are all clients, or one process's share of all.
         ledger: Where bytes and memories are kept.
+        first: What clients do before the step; None where they begin with it.
     """
 
     step: Step
@@ -75,6 +90,7 @@ class Exchange(NamedTuple):
     when: tuple[int, ...]
     everybody: bool
     ledger: Ledger
+    first: First | None = None
 
     def only(self, at: Tensor) -> Exchange:
         """The same exchange with the clients at these positions alone."""

@@ -18,6 +18,7 @@ from coterie.core.pytree import Params
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.task import Data, Task
+from coterie.core.train import Models
 
 
 class Report(NamedTuple):
@@ -47,6 +48,18 @@ class Needs(NamedTuple):
     points: bool = False
     linear: bool = False
     gather: bool = False
+
+
+class Served(NamedTuple):
+    """What clients are sent to be served with.
+
+    Attributes:
+        message: `Models` with labels, or whatever the step `own_model` makes a client's model from.
+        whole: Whether every client is sent all of it; otherwise the row of its cluster.
+    """
+
+    message: Any
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,33 @@ class Method(ABC):
     def own_choice(self) -> Step | None:
         """The step by which a client that is sent all models chooses its own; None where the server decides."""
         return None
+
+    def served(self, state: Any) -> Served:
+        """What clients are sent to be served with: the model of their cluster."""
+        models = self.models(state)
+        return Served(Models(models, label=torch.arange(len(next(iter(models.values()))))))
+
+    def own_model(self) -> Step | None:
+        """The step by which a client makes a model of its own from what `served` sends, on its training rows.
+
+        Its update is `Models`: the model, which never leaves the client, and the client's cluster. None where clients
+        use what they are sent as it is.
+        """
+        return None
+
+    def deviations(self, state: Any, task: Task, data: Data | None, x: Tensor) -> Tensor:
+        """The standard deviation of what is predicted for each row of x (n,), of a client with these training rows.
+
+        Args:
+            state: What was learnt.
+            task: The task.
+            data: The client's rows; None where nothing is known of it.
+            x: The rows to predict.
+
+        Raises:
+            ValueError: The method knows none.
+        """
+        raise ValueError(f"{type(self).__name__} knows no standard deviations of predictions; MixedEffects does")
 
     def default_task(self) -> Task:
         """The task where none is given."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Source = nn.Module | Callable[[], nn.Module]  # a module, or a function that builds one
 
+SHARE = "share"  # the entry of a mixture that says how much of each of its models (j,) goes into it
+
 
 class Data(NamedTuple):
     """Rows of one client (n, …), or of many (c, n, …)."""
@@ -75,7 +77,8 @@ class Task:
         predict: `predict(output)` is what a user would read off an output: of a classifier, the class.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `core.pytree.stack` makes them, and its loss and score are those of the models' mixed output: the mean of
-            the probabilities, of a regressor the mean output. Its `init` draws an ensemble of one.
+            the probabilities, of a regressor the mean output. An entry `SHARE` (j,) weighs them; without it they count
+            alike. Its `init` draws an ensemble of one.
         spec: A plain description from which the command line can build the task again; empty for a user's module.
 
     Example:
@@ -301,14 +304,15 @@ class Task:
 
     @classmethod
     def _of(cls, own: ModuleFunctions, metric: str, predict: Callable[[Tensor], Tensor], spec: dict[str, Any]) -> Task:
-        def even(params: Params, data: Data) -> Tensor:
-            return own.mixed(params, data.x, data.mask, _even(params))
+        def mixed(params: Params, data: Data) -> Tensor:
+            models, share = apart(params)
+            return own.mixed(models, data.x, data.mask, share)
 
         def ensemble() -> Task:
             return cls(
                 init=lambda key: {name: p[None] for name, p in own.init(key).items()},
-                loss=lambda params, data: own.loss(even(params, data), data.y),
-                score=lambda params, data: own.score(even(params, data), data.y),
+                loss=lambda params, data: own.loss(mixed(params, data), data.y),
+                score=lambda params, data: own.score(mixed(params, data), data.y),
                 metric=metric,
                 check=own.check,
             )
@@ -330,6 +334,10 @@ class Task:
             ensemble=ensemble,
             spec=spec,
         )
+
+    def serving(self, params: Params) -> Task:
+        """The task of a client's own model: that of an ensemble if it is a mixture, else this one."""
+        return self.ensemble() if SHARE in params else self
 
     def state_dict(self, params: Params) -> Params:
         """A model as the `load_state_dict` of its module takes it."""
@@ -369,10 +377,11 @@ def _is_right(out: Tensor, y: Tensor) -> Tensor:
     return (out.argmax(-1) == y).float()
 
 
-def _even(params: Params) -> Tensor:
-    """Equal shares of all models (j,)."""
-    first = leaves(params)[0]
-    return first.new_full((len(first),), 1 / len(first))
+def apart(mixture: Params) -> tuple[Params, Tensor]:
+    """The models of a mixture (j, …), and their shares (j,): equal ones where it names none."""
+    models = {name: p for name, p in mixture.items() if name != SHARE}
+    first = leaves(models)[0]
+    return models, mixture.get(SHARE, first.new_full((len(first),), 1 / len(first)))
 
 
 def _mean(outs: Tensor, shares: Tensor) -> Tensor:

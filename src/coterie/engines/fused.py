@@ -65,7 +65,7 @@ class Fused:
         step, message = exchange.step(self.engine.task), exchange.message
         if not isinstance(step, Train) or not isinstance(message, Models):
             return None
-        if exchange.part != "train" or message.lr_each:
+        if exchange.part != "train" or exchange.first or message.lr_each:
             return None
         split = self._split(step_name(exchange.step), exchange, step)
         return split and Match(split, Sent.of(message, step, exchange.rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,11 +17,18 @@ from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.precision import Precision, arithmetic
 from coterie.core.pytree import formed, nbytes, tree_map
-from coterie.core.step import ClientStep, Reply
+from coterie.core.step import ClientStep, Local, Reply, derived
 from coterie.core.sums import Sums, slot_sum
 from coterie.core.task import Task
 from coterie.core.uplink import Uplink
 from coterie.engines.store import Store
+
+
+class Stage(NamedTuple):
+    """A step of an exchange, and the rows on which it runs."""
+
+    step: ClientStep
+    part: str
 
 
 class Part(NamedTuple):
@@ -30,6 +37,9 @@ class Part(NamedTuple):
     at: Tensor  # their positions in the exchange
     sums: Sums
     bytes_up: int
+
+
+Answer = Callable[[Any, Sequence[Local]], Reply]  # what one client does, given what it was sent
 
 
 class LocalEngine(Engine):
@@ -120,9 +130,37 @@ class LocalEngine(Engine):
         finally:
             _set_vmap_fallback_warning_enabled(True)
 
-    def draws(self, step: ClientStep, exchange: Exchange, i: int, n: int) -> Any:
-        """The random numbers of client i with n rows."""
-        return () if step.draw is None else step.draw(n, self.client_key(i), exchange.when)
+    def stages(self, exchange: Exchange) -> list[Stage]:
+        """What a client does, one thing after the other; each gets what the one before it would have sent."""
+        first = [] if exchange.first is None else [exchange.first]
+        return [Stage(derived(step, self.task), part) for step, part in (*first, (exchange.step, exchange.part))]
+
+    def answer(self, stages: list[Stage]) -> Answer:
+        """All stages as one function of what a client is sent, and of what it may look at in each of them."""
+
+        def run(sent: Any, local: Sequence[Local]) -> Reply:
+            for stage, own in zip(stages[:-1], local[:-1], strict=True):
+                sent = stage.step.run(sent, own).update
+            return self.uplink(stages[-1].step.run(sent, local[-1]))
+
+        return run
+
+    def local(self, stages: list[Stage], exchange: Exchange, at: Tensor) -> tuple[Local, ...]:
+        """What the clients at these positions may look at in each stage, stacked and padded."""
+        clients, kept = exchange.clients[at], exchange.ledger.memory
+        memory = stack_padded([kept.get(i, ()) for i in clients.tolist()]) if kept else ()
+        return tuple(
+            Local(self.store.rows(stage.part, clients), self._draws(stage, exchange, clients), memory)
+            for stage in stages
+        )
+
+    def _draws(self, stage: Stage, exchange: Exchange, clients: Tensor) -> Any:
+        """The random numbers of some clients in one stage, stacked."""
+        draw, sizes = stage.step.draw, self.federation.part(stage.part).sizes[clients].tolist()
+        if draw is None:
+            return ()
+        each = [draw(n, self.client_key(i), exchange.when) for i, n in zip(clients.tolist(), sizes, strict=True)]
+        return tree_map(lambda x: x.to(self.device), stack_padded(each))
 
     def _parts(self, exchange: Exchange) -> Iterator[Part]:
         for at, reply in self.replies(exchange):
@@ -141,3 +179,19 @@ def _put(whole: Any, part: Any, at: Tensor, m: int) -> Any:
         whole = tree_map(lambda x: x.new_empty(m, *x.shape[1:]), part)
     tree_map(lambda x, own: x.index_copy_(0, at.to(x.device), own), whole, part)
     return whole
+
+
+def stack_padded(trees: list[Any]) -> Any:
+    """Stack clients' draws or memories; integer tensors of unequal shapes are padded with -1, which means no row."""
+
+    def join(*xs: Tensor) -> Tensor:
+        shape = [max(lengths) for lengths in zip(*(x.shape for x in xs), strict=True)]
+        return torch.stack([x if list(x.shape) == shape else _pad(x, shape) for x in xs])
+
+    return tree_map(join, *trees)
+
+
+def _pad(x: Tensor, shape: list[int]) -> Tensor:
+    padded = x.new_full(shape, -1)
+    padded[tuple(slice(n) for n in x.shape)] = x
+    return padded

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.core.engine import Exchange
 from coterie.core.pytree import tree_map
-from coterie.core.step import Local, Reply, derived
+from coterie.core.step import Reply
 from coterie.core.train import own_rows
 from coterie.engines.errors import explained
 from coterie.engines.local import LocalEngine
@@ -22,14 +22,13 @@ class Sequential(LocalEngine):
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step, as a function of one client, on each."""
-        step, memory, rows = derived(exchange.step, self.task), exchange.ledger.memory, exchange.rows
-        sizes = self.sizes(exchange).tolist()
-        for position, (i, n) in enumerate(zip(exchange.clients.tolist(), sizes, strict=True)):
+        stages, rows = self.stages(exchange), exchange.rows
+        answer = self.answer(stages)
+        for position, i in enumerate(exchange.clients.tolist()):
             message = own_rows(exchange.message, rows[position]) if isinstance(rows, Tensor) else exchange.message
-            data = tree_map(lambda x: x[0], self.store.rows(exchange.part, torch.tensor([i])))
+            at = torch.tensor([position])
             with explained(self, exchange, i), self.arithmetic():
-                draws = tree_map(lambda x: x.to(self.device), self.draws(step, exchange, i, n))
-                reply = self.uplink(step.run(message, Local(data, draws, memory.get(i, ()))))
+                reply = answer(message, tree_map(lambda x: x[0], self.local(stages, exchange, at)))
             if reply.memory != ():
-                memory[i] = reply.memory
-            yield torch.tensor([position]), tree_map(lambda x: x[None], reply)
+                exchange.ledger.memory[i] = reply.memory
+            yield at, tree_map(lambda x: x[None], reply)

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.func import vmap
 
 from coterie.core.engine import Exchange
 from coterie.core.pytree import leaves, nbytes, take, tree_map
-from coterie.core.step import ClientStep, Local, Reply, derived, step_name
+from coterie.core.step import Reply, step_name
 from coterie.core.train import Models, own_rows
 from coterie.engines.chunks import Chunks, Ways
 from coterie.engines.errors import FAULTS, explained, is_own_fault
 from coterie.engines.graphs import Replayed
-from coterie.engines.local import LocalEngine
+from coterie.engines.local import Answer, LocalEngine
 from coterie.engines.refusal import is_refusal
 
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
 RECORDING = ("cuda",)  # devices whose operations can be recorded
-
-Answer = Callable[[Any, Local], Reply]
 
 
 class Vmap(LocalEngine):
@@ -37,29 +34,25 @@ class Vmap(LocalEngine):
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step, as a function of one client, on chunks of clients."""
-        step, rows, message = derived(exchange.step, self.task), exchange.rows, exchange.message
-
-        def answer(message: Any, local: Local) -> Reply:
-            return self.uplink(step.run(message, local))
-
-        several, one = self._functions(answer, exchange)
-        sizes = self.sizes(exchange)
+        stages, rows, message = self.stages(exchange), exchange.rows, exchange.message
+        several, one = self._functions(self.answer(stages), exchange)
 
         def together(at: Tensor) -> Reply:
             sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at])
             with self.arithmetic():
-                return several(sent, self._local(step, exchange, sizes, at))
+                return several(sent, self.local(stages, exchange, at))
 
         def alone(at: Tensor) -> Reply:
             sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at][0])
             with explained(self, exchange, int(exchange.clients[at[0]])), self.arithmetic():
-                local = tree_map(lambda x: x[0], self._local(step, exchange, sizes, at))
+                local = tree_map(lambda x: x[0], self.local(stages, exchange, at))
                 return tree_map(lambda x: x[None], one(sent, local))
 
         # More is computed for more models, so chunks are sized for each size of the message.
-        name = f"{step_name(exchange.step)} (message of {nbytes(message) / 2**20:.2f} MiB)"
+        steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
+        name = f"{steps} (message of {nbytes(message) / 2**20:.2f} MiB)"
         ways = Ways(name, self._explained(together, alone), alone, CACHED)
-        for at, work in self.chunks.of(exchange, sizes, ways):
+        for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
             self._remember(exchange, at, reply.memory)
             yield at, reply
@@ -69,7 +62,7 @@ class Vmap(LocalEngine):
         own = isinstance(exchange.rows, Tensor)
         dims = (_own_dims(exchange.message) if own else None, 0)
         several = vmap(answer, in_dims=dims)
-        if own or self.device.type not in RECORDING:
+        if own or exchange.first or self.device.type not in RECORDING:
             return several, answer
         # A method may be changed between two exchanges: a recording is of one method's step, which it keeps alive.
         owner = getattr(exchange.step, "__self__", None)
@@ -92,16 +85,6 @@ class Vmap(LocalEngine):
 
         return work
 
-    def _local(self, step: ClientStep, exchange: Exchange, sizes: Tensor, at: Tensor) -> Local:
-        clients, draws, memory = exchange.clients[at], (), ()
-        if step.draw is not None:
-            each = zip(clients.tolist(), sizes[at].tolist(), strict=True)
-            drawn = [self.draws(step, exchange, i, n) for i, n in each]
-            draws = tree_map(lambda x: x.to(self.device), _stack_draws(drawn))
-        if kept := exchange.ledger.memory:
-            memory = _stack_draws([kept.get(i, ()) for i in clients.tolist()])
-        return Local(self.store.rows(exchange.part, clients), draws, memory)
-
     def _remember(self, exchange: Exchange, at: Tensor, memory: Any) -> None:
         if leaves(memory):
             for position, i in enumerate(exchange.clients[at].tolist()):
@@ -113,19 +96,3 @@ def _own_dims(message: Any) -> Any:
     if not isinstance(message, Models):
         return 0
     return Models(theta=0, lr=0 if message.lr_each else None, label=0, common=None)  # pyright: ignore
-
-
-def _stack_draws(draws: list[Any]) -> Any:
-    """Stack clients' draws; integer tensors of unequal shapes are padded with -1, which means no row."""
-
-    def join(*xs: Tensor) -> Tensor:
-        shape = [max(lengths) for lengths in zip(*(x.shape for x in xs), strict=True)]
-        return torch.stack([x if list(x.shape) == shape else _pad(x, shape) for x in xs])
-
-    return tree_map(join, *draws)
-
-
-def _pad(x: Tensor, shape: list[int]) -> Tensor:
-    padded = x.new_full(shape, -1)
-    padded[tuple(slice(n) for n in x.shape)] = x
-    return padded

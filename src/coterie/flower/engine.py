@@ -164,6 +164,8 @@ class FlowerEngine(Engine):
                 "after": json.dumps(counted.get(site)),
             }
         )
+        if exchange.first is not None:
+            content["first"] = ConfigRecord({**describe_step(exchange.first.step), "on": exchange.first.part})
         exchange.ledger.charge(nbytes(message), 0)
         return content
 

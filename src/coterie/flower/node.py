@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from coterie.core.cohort import Cohort
-from coterie.core.engine import Ledger
+from coterie.core.engine import First, Ledger
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.pytree import all_on
@@ -80,7 +80,8 @@ class Node:
         if fields.get("mark") != mark(self.federation.ids or ()):
             raise ValueError(f"site '{self.site}' has other clients now than when it enrolled")
         step = rebuild_step(fields)
-        types = types_of(step)
+        first = _first(_words(content, "first")) if "first" in content else None
+        types = types_of(step) | ({} if first is None else types_of(first.step))
         message = get_tree(content, "message", types)
         rows = get_tree(content, "rows", {}) if "rows" in content else None
         moment = Moment.of(fields)
@@ -89,7 +90,8 @@ class Node:
         if "choose" in content:
             rows = _chosen(cohort, _words(content, "choose"), message, int(fields["slots"]))
         memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
-        answer = _run(category, cohort, step, message, int(fields["slots"]), rows)
+        how = {"slots": int(fields["slots"]), "rows": rows, "first": first}
+        answer = _run(category, cohort, step, message, **how)
         if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
             self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
         if len(cohort.ledger.chunks) > chunks:
@@ -126,18 +128,26 @@ def node_of(context: Context, file: Path) -> Node:
     return Node(site, load_federation(file, context), memory, str(config.get("device", "cpu")))
 
 
-def _run(category: str, cohort: Cohort, step: Step, message: Any, slots: int, rows: Any) -> dict[str, Any]:
+def _run(category: str, cohort: Cohort, step: Step, message: Any, **how: Any) -> dict[str, Any]:
     if category == "train":
-        sums = cohort.combine(step, message, slots=slots, rows=rows)
+        sums = cohort.combine(step, message, **how)
         return {"update": sums.update, "weight": sums.weight, "note": sums.note}
-    reply = cohort.gather(step, message, slots=slots, rows=rows)
+    reply = cohort.gather(step, message, **how)
     return {"update": reply.update, "weight": reply.weight, "slot": reply.slot, "note": reply.note}
 
 
 def _chosen(cohort: Cohort, fields: dict[str, Any], message: Any, slots: int) -> torch.Tensor:
     """The row of what was sent that every client takes, as it finds on its own."""
-    rows = "test" if fields["on"] == "test" else "train"
-    return cohort.on(rows).gather(rebuild_step(fields), message.theta, slots=slots).slot
+    return cohort.on(_part(fields)).gather(rebuild_step(fields), message.theta, slots=slots).slot
+
+
+def _first(fields: dict[str, Any]) -> First:
+    """What clients do before their step."""
+    return First(rebuild_step(fields), _part(fields))
+
+
+def _part(fields: dict[str, Any]) -> str:
+    return "test" if fields["on"] == "test" else "train"
 
 
 def _words(content: RecordDict, name: str) -> dict[str, Any]:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.engine import OwnChoice
+from coterie.core.engine import First, OwnChoice
 from coterie.core.local import each_model, mean_loss, membership, model_losses, personal_of
 from coterie.core.method import Method, PointMethod
 from coterie.core.model_tree import ModelTree
 from coterie.core.pytree import Params, stack
 from coterie.core.registry import register
 from coterie.core.step import ClientStep, Local, Reply, client_step
-from coterie.core.task import Task
+from coterie.core.task import Data, Task
 from coterie.core.train import Models
 from coterie.runs import metrics
 
@@ -167,13 +167,14 @@ class Scorer:
 
     @client_step
     def score(self, task: Task) -> ClientStep:
-        """Score the model that was sent on the client's rows."""
+        """Score the model that was sent, or made of it, on the client's rows; the slot is the client's cluster."""
 
-        def run(theta: Params, local: Local) -> Reply:
-            rows, theta = local.data.mask.sum(), {**theta, **personal_of(local.memory)}
-            score = (task.score(theta, local.data) * local.data.mask).sum() / rows
-            note = {"score": score, "loss": mean_loss(task, theta, local.data)}
-            return Reply(weight=rows, note=note)
+        def run(sent: Models, local: Local) -> Reply:
+            rows, theta = local.data.mask.sum(), {**sent.theta, **personal_of(local.memory)}
+            served = task.serving(theta)
+            score = (served.score(theta, local.data) * local.data.mask).sum() / rows
+            note = {"score": score, "loss": mean_loss(served, theta, local.data)}
+            return Reply(weight=rows, slot=cast(Tensor, sent.label), note=note)
 
         return ClientStep(run)
 
@@ -193,7 +194,7 @@ class Scorer:
         def run(sent: Models, local: Local) -> Reply:
             rows = local.data.mask.sum()
             theta = {**sent.theta, **personal_of(local.memory)}
-            score = (task.score(theta, local.data) * local.data.mask).sum() / rows.clamp(min=1)
+            score = (task.serving(theta).score(theta, local.data) * local.data.mask).sum() / rows.clamp(min=1)
             return Reply({"score": score}, (rows > 0).float(), cast(Tensor, sent.label))
 
         return ClientStep(run)
@@ -266,8 +267,12 @@ def evaluate(
     cohort: Cohort,
     choose_on: Literal["train", "test"] = "train",
     along: Along = "leaf",
+    *,
+    strangers: bool = False,
 ) -> Scores:
-    """Let every client choose its cluster, then score that cluster's model on its test rows.
+    """Let every client choose its cluster, then score that cluster's model, or its own, on its test rows.
+
+    A client that makes a model of its own does so on its training rows, always.
 
     Args:
         method: The method that made the state.
@@ -276,6 +281,7 @@ def evaluate(
         choose_on: "train" (honest: the test rows only score) or "test" (a client may look at its labelled test rows).
         along: For algorithms that leave a tree of models: a client may also be scored with the model at the "root", or
             with the ensemble of all models on the "path" from there to its leaf.
+        strangers: Whether the cohort is of clients that took no part.
     """
     if choose_on not in ("train", "test"):
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
@@ -284,10 +290,16 @@ def evaluate(
         return _summed(method, state, aside, choose_on)
     if isinstance(method, PointMethod):
         return _points(method, state, aside, choose_on)
-    labels = method.place(state, aside.on(choose_on))
+    place = _as_new if strangers else type(method).place
     if along == "leaf":
-        note = aside.on("test").gather(Scorer().score, method.models(state), rows=labels).note
+        served, own = method.served(state), method.own_model()
+        rows = None if served.whole else place(method, state, aside.on(choose_on))
+        first = own and First(own, "train")
+        clusters = len(next(iter(method.models(state).values())))
+        reply = aside.on("test").gather(Scorer().score, served.message, slots=clusters, rows=rows, first=first)
+        labels, note = reply.slot, reply.note
     else:
+        labels = place(method, state, aside.on(choose_on))
         note = _along(method.tree(state), labels, aside.on("test"), along)
     groups = cohort.federation.groups
     return Scores(
@@ -306,11 +318,11 @@ def _summed(method: Method, state: Any, cohort: Cohort, choose_on: str) -> Summe
     k = len(next(iter(models.values())))
     if isinstance(method, PointMethod):
         kind, sums = SummedPointScores, test.combine(PointScorer(method, groups=0).tally, method.asked(state))
-    else:  # a client chooses by itself, or where it is follows from who it is
-        choose = method.own_choice()
-        rows = method.place(state, cohort.on(choose_on)) if choose is None else OwnChoice(choose, choose_on)
-        sent = Models(models, label=torch.arange(k))
-        kind, sums = SummedScores, test.combine(Scorer().tally, sent, slots=k, rows=rows)
+    else:
+        served, own = method.served(state), method.own_model()
+        rows = None if served.whole else _unseen(method, state, cohort.on(choose_on))
+        first = own and First(own, "train")
+        kind, sums = SummedScores, test.combine(Scorer().tally, served.message, slots=k, rows=rows, first=first)
     nobodys = np.full(len(cohort), np.nan, dtype=np.float32)
     return kind(
         metric=cohort.task.metric,
@@ -324,6 +336,20 @@ def _summed(method: Method, state: Any, cohort: Cohort, choose_on: str) -> Summe
     )
 
 
+def _unseen(method: Method, state: Any, cohort: Cohort) -> Tensor | OwnChoice:
+    """A client's cluster, which it chooses by itself, or which follows from who it is."""
+    choose = method.own_choice()
+    return method.place(state, cohort) if choose is None else OwnChoice(choose, cohort.part)
+
+
+def _as_new(method: Method, state: Any, cohort: Cohort) -> Tensor:
+    """The clusters of clients that took no part, each as `assign` finds it."""
+    packed, device = cohort.federation.part(cohort.part), cohort.engine.device
+    rows = ((x.to(device), y.to(device)) for x, y in map(packed.client, cohort.clients.tolist()))
+    found = [method.assign(state, cohort.task, Data(x, y, x.new_ones(len(x)))) for x, y in rows]
+    return torch.tensor(found)
+
+
 def _along(tree: ModelTree | None, labels: Tensor, cohort: Cohort, along: Along) -> dict[str, Tensor]:
     """Score clients with the root's model, or with the ensemble on the way to their leaf."""
     if along not in get_args(Along):
@@ -334,7 +360,8 @@ def _along(tree: ModelTree | None, labels: Tensor, cohort: Cohort, along: Along)
     for c in labels.unique().tolist():
         at = (labels == c).nonzero().flatten()
         path = tree.path(c)[: 1 if along == "root" else None]
-        found = cohort.only(at).gather(Scorer().score_ensemble, stack([branch.model for branch in path])).note
+        models = Models(stack([branch.model for branch in path]), label=torch.tensor(c))
+        found = cohort.only(at).gather(Scorer().score_ensemble, models, slots=c + 1).note
         for name, whole in note.items():
             whole[at] = found[name].cpu()
     return note

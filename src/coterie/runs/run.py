@@ -21,8 +21,8 @@ from coterie.core.method import Method, PointMethod
 from coterie.core.model_tree import ModelTree
 from coterie.core.module_task import ModuleFunctions
 from coterie.core.pytree import Params, beside, stack, take
-from coterie.core.task import Data, Task
-from coterie.engines import find_engine
+from coterie.core.task import SHARE, Data, Task, apart
+from coterie.engines import ENGINES, Vectorised
 from coterie.runs import display
 from coterie.runs.evaluate import Along, PointScores, Scores, evaluate, margins
 from coterie.runs.folder import read_models
@@ -107,14 +107,22 @@ class Run:
         models, functions = self.algorithm.models(self.state), self._functions()
         k = len(next(iter(models.values())))
         if client is not None:
-            return functions.pure.loaded(self._model_of(self._position(client)))
+            own = self._model_of(self._position(client))
+            if SHARE in own:
+                raise ValueError("module: a client's own model is a mixture of the clusters' models; use run.predict")
+            return functions.pure.loaded(own)
         if not isinstance(cluster, int) or not 0 <= cluster < k:
             raise ValueError(f"module: cluster must be a whole number from 0 to {k - 1}, got {cluster!r}")
         return functions.pure.loaded(take(models, cluster))
 
     def predict(
-        self, x: Any, client: int | str | tuple[Any, Any] | None = None, *, probabilities: bool = False
-    ) -> np.ndarray:
+        self,
+        x: Any,
+        client: int | str | tuple[Any, Any] | None = None,
+        *,
+        probabilities: bool = False,
+        deviations: bool = False,
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """What the models say of rows: of a classifier the class, of a regressor the value.
 
         Args:
@@ -123,6 +131,8 @@ class Run:
                 which a new client is placed first. None where nothing is known of the client: then the clusters' models
                 are mixed, each by its share of all clients.
             probabilities: Of a classifier, the probability of every class.
+            deviations: Whether to return a pair: the values, and the standard deviation of each. Only some methods know
+                them: see `MixedEffects`.
         """
         if self.algorithm.needs.points:
             raise ValueError(
@@ -135,11 +145,12 @@ class Run:
             theta, shares = models, members / members.sum().clamp(min=1)
         else:
             known = isinstance(client, int | str | np.integer)
-            own = self._model_of(self._position(client)) if known else take(models, self._placed(client))
-            theta, shares = stack([own]), torch.ones(1)
-        used = shares > 0 if bool((shares > 0).any()) else torch.ones_like(shares) > 0
-        theta, shares = take(theta, used.nonzero().flatten()), shares[used] if client is None else shares
-        out = self._outputs(theta, shares, rows)
+            own = self._model_of(self._position(client)) if known else self._model_for(client)
+            theta, shares = apart(own if SHARE in own else stack([own]))
+        used = (shares > 0 if bool((shares > 0).any()) else torch.ones_like(shares) > 0).nonzero().flatten()
+        out = self._outputs(take(theta, used), shares[used], rows)
+        if deviations:
+            return task.predict(out).cpu().numpy(), self._deviations(rows, client)
         if probabilities:
             if task.metric != "accuracy":
                 raise ValueError(f"predict: only a classifier has probabilities; this task is scored by {task.metric}")
@@ -222,24 +233,34 @@ class Run:
         plots.tree(fig.subplots(), self.tree.outline(), len(self.history))
         plots.save(fig, Path(path))
 
-    def evaluate(self, choose_on: Literal["train", "test"] = "train", along: Along = "leaf") -> Scores:
-        """Score every client again.
+    def evaluate(
+        self,
+        choose_on: Literal["train", "test"] = "train",
+        along: Along = "leaf",
+        federation: Federation | None = None,
+    ) -> Scores:
+        """Score every client again, or others.
 
         Args:
             choose_on: Its cluster is chosen on its "train" or its "test" rows.
             along: With the model of its cluster ("leaf"); where there is a tree also with that at the "root", or with
                 the ensemble of the models on the "path".
+            federation: Clients that took no part, placed as `assign` places a new one; None for those of the run.
         """
-        return evaluate(self.algorithm, self.state, self._cohort, choose_on, along)
+        if federation is None:
+            return evaluate(self.algorithm, self.state, self._cohort, choose_on, along)
+        federation.check(self.task)
+        return evaluate(self.algorithm, self.state, self.cohort_of(federation), choose_on, along, strangers=True)
 
     def cohort_of(self, federation: Federation) -> Cohort:
-        """Other clients, on the same kind of engine as the run's."""
+        """Other clients, simulated: on the same kind of engine as the run's, if that was simulated too."""
         own = self._cohort.engine.in_the_open()
-        return Cohort(find_engine(own.name)(federation, own.task, own.key, own.device, precision=own.precision))
+        make = ENGINES.get(own.name, Vectorised)
+        return Cohort(make(federation, own.task, own.key, own.device, precision=own.precision))
 
     # --- one client ---------------------------------------------------------------------------------------------------
 
-    def _position(self, client: int | str) -> int:
+    def _position(self, client: int | str | np.integer) -> int:
         """The position of a client by its name or number."""
         federation = self._cohort.federation
         names = federation.ids or ()
@@ -250,21 +271,55 @@ class Run:
             raise ValueError(f"there is no client {client!r}; they are {shown}{', …' if len(names) > 3 else ''}")
         return int(client)
 
-    def _placed(self, rows: Any) -> int:
+    def _alone(self, rows: Any) -> Federation:
+        """A new client, that is all clients there are."""
         if not isinstance(rows, tuple | list) or len(rows) != 2:
             raise ValueError(f"client must be a name, a position, or a pair (x, y) of rows, got {type(rows).__name__}")
-        return int(self.assign(*rows))
+        client = Federation.from_clients([(self._rows(rows[0]), rows[1])], columns=self._cohort.federation.columns)
+        client.check(self.task)
+        return client
+
+    def _model_for(self, rows: Any) -> Params:
+        """The model of a client that took no part: that of its cluster, or one of its own."""
+        newcomer, j = self._alone(rows), int(self.assign(*rows))
+        if self.algorithm.own_model() is None:
+            return take(self.algorithm.models(self.state), j)
+        return self._own(self.cohort_of(newcomer), j)
 
     def _model_of(self, i: int) -> Params:
-        """The model of a client's cluster, with what the client keeps to itself."""
+        """The model of a client's cluster with what the client keeps to itself, or a model of its own."""
+        engine, name = self._cohort.engine, self._cohort.federation.name(i)
         j = int(self.labels[i])
         if j < 0:
-            raise ValueError(f"{self._cohort.federation.name(i)} is in no cluster that the server knows of")
-        if self.task.personal and self._cohort.engine.name == "flower":
-            name = self._cohort.federation.name(i)
+            raise ValueError(f"{name} is in no cluster that the server knows of")
+        if self.algorithm.own_model() is not None:
+            if engine.remote:
+                raise ValueError(f"{name} has a model of its own, where its rows are; give these as a pair (x, y)")
+            return self._own(self._cohort.only([i]).uncharged(), j)
+        if self.task.personal and engine.name == "flower":
             raise ValueError(f"{name} keeps a part of its model to itself, on its node (batch_norm='local')")
         theta = take(self.algorithm.models(self.state), j)
         return {**theta, **beside(next(iter(theta.values())), personal_of(self._cohort.ledger.memory.get(i)))}
+
+    def _own(self, client: Cohort, cluster: int) -> Params:
+        """The model that one client makes of what it is served with, on its training rows."""
+        served, own = self.algorithm.served(self.state), self.algorithm.own_model()
+        assert own is not None  # both callers have looked
+        rows = None if served.whole else torch.tensor([cluster])
+        at = client.at(max(0, len(self.history) - 1))  # as when it was scored
+        reply = at.gather(own, served.message, slots=len(self.algorithm.members(self.state)), rows=rows)
+        return take(reply.update.theta, 0)
+
+    def _deviations(self, x: Any, client: Any) -> np.ndarray:
+        """The standard deviations of predictions, for a client as in `predict`."""
+        if client is None:
+            data = None
+        elif isinstance(client, int | str | np.integer):
+            data = _data_of(self._cohort.federation, self._position(client))
+        else:
+            data = _data_of(self._alone(client), 0)
+        rows = Federation.from_clients([(x, None)]).train.x
+        return self.algorithm.deviations(self.state, self.task, data, rows).cpu().numpy()
 
     def _functions(self) -> ModuleFunctions:
         if self.task.functions is None:
@@ -308,6 +363,12 @@ def assign(
     if isinstance(algorithm, PointMethod):
         return algorithm.assign_points(state, task, rows).cpu().numpy()
     return algorithm.assign(state, task, rows)
+
+
+def _data_of(federation: Federation, i: int) -> Data:
+    """The training rows of one client."""
+    x, y = federation.train.client(i)
+    return Data(x, y, torch.ones(len(x)))
 
 
 def summary(run: Run) -> dict[str, Any]:
