@@ -29,16 +29,15 @@ from coterie.core.method import Method
 from coterie.core.pytree import exact, flat, to_device
 from coterie.core.step import Reply
 from coterie.methods.fedx import FedX
-from coterie.parts.varying import Groups, maximised
+from coterie.parts.random_effects import QUIET, Mixture, maximised
 from coterie.runs.held_out_support import CLEARLY, ROUNDS, Gain, HeldOut, held_out
 from coterie.runs.run import Run
-from coterie.runs.support import CLEAR, VALLEY, Clients, Observer, Support, support
+from coterie.runs.support import CLEAR, VALLEY, Clients, Known, Observer, Support, support
 
 TOLERATED = 0.2  # the share of mislabelled clients up to which labels are worth having
 DISAGREE = 0.05  # the share of clients with another label under the likeliest models that the verdict mentions
 STEPS, SETTLED = 200, 1e-4  # of expectation and maximisation at most; the change of all models at which to stop
 WIDTH = 112  # of the verdict, about that of the table
-LEAST = 1e-30  # a variance, where a model fits without any residual
 
 
 class Figure(NamedTuple):
@@ -162,22 +161,19 @@ def _check(cohort: Cohort, algorithm: Method, state: Any) -> None:
 
 def _facts(cohort: Cohort, algorithm: Method, state: Any) -> _Facts:
     theta = exact(flat(algorithm.models(state)))
-    (k, d), rows = theta.shape, len(cohort.federation.train.x)
-    ones = torch.ones(1, k).double()
-    before = _looked(cohort, Groups(ones, theta[None], torch.zeros(1, d, d).double(), ones[:, 0]))
+    (k, p), rows = theta.shape, len(cohort.federation.train.x)
+    before = _looked(cohort, Known(theta, torch.ones(k), torch.ones(()).double()))
     share = before.slot.bincount(minlength=k).double() / len(cohort)
-    start = Groups(share[None], theta[None], torch.zeros(1, d, d).double(), before.note["squares"].sum()[None] / rows)
-    groups, moment = _likeliest(cohort, start)
-    fitted = int((share > 0).sum())
-    variance = groups.noise * rows / (rows - fitted * d)
-    after = _looked(cohort, groups._replace(noise=variance))
+    known, seen = _likeliest(cohort, Known(theta, share, before.note["squares"].sum() / rows))
+    variance = known.variance * rows / (rows - int((share > 0).sum()) * p)
+    after = _looked(cohort, known._replace(variance=variance))
     return _Facts(
         sizes=cohort.sizes.double(),
         labels=after.slot,
         wrong=after.note["wrong"],
-        theta=groups.mean[0],
+        theta=known.theta,
         sigma=math.sqrt(float(variance)),
-        seen=_seen(groups, moment / rows),
+        seen=seen,
         support=support(cohort, theta, share),
         disagree=float((before.slot != after.slot).double().mean()),
         curvature=_curvature(cohort, algorithm) if isinstance(algorithm, FedX) else math.nan,
@@ -188,27 +184,29 @@ def _curvature(cohort: Cohort, algorithm: FedX) -> float:
     return float(cohort.gather(algorithm.curvature, ()).note["curvature"].max())
 
 
-def _looked(cohort: Cohort, groups: Groups) -> Reply:
-    reply = cohort.gather(Observer().look, to_device(groups, cohort.engine.device), slots=groups.share.shape[1])
+def _looked(cohort: Cohort, known: Known) -> Reply:
+    reply = cohort.gather(Observer().look, to_device(known, cohort.engine.device), slots=len(known.share))
     return reply._replace(note={name: exact(x) for name, x in reply.note.items()})
 
 
-def _likeliest(cohort: Cohort, groups: Groups) -> tuple[Groups, Tensor]:
-    """The likeliest models of the paper's kind, with one noise and no variation within groups; and Σ φ(x_i)ᵀφ(x_i)."""
-    clients, _ = Clients.of(cohort, own_noise=False)
-    groups = groups._replace(mean=groups.mean * clients.scale, noise=groups.noise.clamp(min=LEAST))
-    moment = torch.zeros(())
+def _likeliest(cohort: Cohort, known: Known) -> tuple[Known, Tensor]:
+    """The likeliest models of the paper's kind, with one noise and no variation within groups; and `_Facts.seen`."""
+    clients, one = Clients.of(cohort, own_noise=False)
+    frame = clients.frame
+    mean, none = known.theta / frame.unit @ torch.linalg.pinv(frame.basis).mT, torch.zeros_like(one.factor)
+    noise = (known.variance / frame.unit.square()).clamp(min=QUIET)
+    mixture, moment = Mixture(known.share[None], mean[None], none, noise[None]), none
     for _ in range(STEPS):
-        old, sums = groups, clients.expected(groups)
-        groups, moment = maximised(groups, sums), (sums["information"] * groups.noise).sum(1)[0]
-        if float((groups.mean - old.mean).norm()) <= SETTLED * float(old.mean.norm()):
+        old, sums = mixture, clients.expected(mixture)
+        mixture, moment = maximised(mixture, sums), (sums["information"][0] * mixture.noise).sum(0) / sums["rows"]
+        if float((mixture.mean - old.mean).norm()) <= SETTLED * float(old.mean.norm()):
             break
-    scale = clients.scale
-    return groups._replace(mean=groups.mean / scale), moment * scale[:, None] * scale
+    likeliest = Known(frame.parameters(mixture.mean[0]), mixture.share[0], mixture.noise[0] * frame.unit.square())
+    return likeliest, frame.unit * _seen(mixture, moment)
 
 
-def _seen(groups: Groups, moment: Tensor) -> Tensor:
-    theta, some = groups.mean[0], groups.share[0] > 0
+def _seen(mixture: Mixture, moment: Tensor) -> Tensor:
+    theta, some = mixture.mean[0], mixture.share[0] > 0
     apart = theta[:, None] - theta
     seen = torch.einsum("abd,de,abe->ab", apart, moment, apart).clamp(min=0).sqrt()
     real = some[:, None] & some & ~torch.eye(len(seen), dtype=torch.bool)

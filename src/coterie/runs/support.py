@@ -17,24 +17,23 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.pytree import exact, take, to_device
+from coterie.core.pytree import exact, take, to_device, tree_map
 from coterie.core.registry import register
-from coterie.core.step import ClientStep, Local, Reply, client_step
+from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.task import Data, Task
-from coterie.parts.least_squares import least_squares
-from coterie.parts.residuals import features
-from coterie.parts.valley import valley
-from coterie.parts.varying import (
-    Groups,
-    Lines,
+from coterie.methods.mixed_effects import MixedEffects
+from coterie.parts.groupings import Lines, merged, pairs, split
+from coterie.parts.random_effects import (
+    Frame,
+    Mixture,
+    Rows,
     contribution,
-    lines,
+    framed,
     maximised,
-    merged,
-    position,
-    seen,
-    split,
+    posterior,
+    values_of,
 )
+from coterie.parts.valley import valley
 
 CLEAR = 5.0  # nats by which BIC must prefer groups to fewer of them: a difference of 10 as it is mostly given
 VALLEY = 4.0  # nats by which two groups must explain clients better than one hump
@@ -42,6 +41,8 @@ FURTHER = 2  # groups beyond those of a run that are looked for: there may be mo
 STEPS, SHORT = 100, 8  # of expectation and maximisation at most; of those after which the better starts are kept
 SETTLED = 0.02  # nats that a step must add
 FAINT = 1e-9  # of the mean of a client's second moments: a direction with less is one that no row has
+QUIET = 1e-12  # the least variance, in units of the residuals of one model for all
+TIGHT = 0.3  # of how clients deviate from one group: how they do at first from the groups of a run
 FEWEST = 1.0  # degrees of freedom of what is known beforehand of a client's noise
 
 
@@ -53,11 +54,26 @@ class Noise(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The message of most exchanges: some groups or lines, and how rows are scaled before they are used."""
+    """The message of most exchanges: some groups, and how rows are scaled before they are used."""
 
-    of: Any
-    scale: Tensor  # of every feature (d,)
+    mixture: Mixture
+    frame: Frame
     noise: Noise
+
+
+class Between(NamedTuple):
+    """A message about the lines between groups."""
+
+    lines: Lines
+    sent: Sent
+
+
+class Known(NamedTuple):
+    """Models of the paper's kind."""
+
+    theta: Tensor  # (k, p)
+    share: Tensor  # of the clients (k,); 0 for a cluster that nobody chose
+    variance: Tensor  # σ²
 
 
 @register("observer", "service")
@@ -66,28 +82,16 @@ class Observer:
     """The client's side of a diagnosis."""
 
     @client_step
-    def moments(self, task: Task) -> ClientStep:
-        """φᵀφ, φᵀy and yᵀy, to be added up."""
-
-        def run(_: Any, local: Local) -> Reply:
-            phi, y, rows = _rows(task, local.data)
-            return Reply({"gram": phi.T @ phi, "product": phi.T @ y, "squares": y @ y, "rows": rows})
-
-        return ClientStep(run)
-
-    @client_step
     def residue(self, task: Task) -> ClientStep:
         """The noise that the client's own least squares leave: moments of its logarithm, to be added up.
 
         Fitting a scaled F distribution by these is Smyth's moderation of variances (2004).
         """
 
-        def run(sent: Sent, local: Local) -> Reply:
-            phi, y, rows = _rows(task, local.data)
-            free, squares = _free(phi / sent.scale, y, rows)
+        def run(frame: Frame, local: Local) -> Reply:
+            free, squares = _free(frame.rows(task, local.data))
             half, known = free.clamp(min=1) / 2, (free > 0).double()
-            least = 1e-12 * (y @ y / rows)
-            log = (squares / free.clamp(min=1)).clamp(min=least).clamp(min=1e-300).log() - half.digamma() + half.log()
+            log = (squares / free.clamp(min=1)).clamp(min=QUIET).log() - half.digamma() + half.log()
             update = {"known": known, "log": known * log, "square": known * log**2}
             return Reply(update | {"chance": known * torch.polygamma(1, half), "free": free, "squares": squares})
 
@@ -98,7 +102,8 @@ class Observer:
         """The client's part of the sums from which the likeliest groups follow."""
 
         def run(sent: Sent, local: Local) -> Reply:
-            return Reply(contribution(sent.of, *_scaled(task, sent, local.data)))
+            rows = _scaled(task, sent, local.data)
+            return Reply(contribution(sent.mixture, rows, posterior(sent.mixture, rows)))
 
         return ClientStep(run)
 
@@ -106,11 +111,10 @@ class Observer:
     def place(self, task: Task) -> ClientStep:
         """The likeliest group, and where on the lines between groups the client lies."""
 
-        def run(sent: Sent, local: Local) -> Reply:
-            phi, y, rows = _scaled(task, sent, local.data)
-            groups, between = sent.of
-            at, error = position(between, phi, y)
-            label = seen(groups, phi, y, rows).evidence[0].argmax()
+        def run(message: Between, local: Local) -> Reply:
+            rows = _scaled(task, message.sent, local.data)
+            at, error = message.lines.position(rows)
+            label = posterior(message.sent.mixture, rows).evidence[0].argmax()
             return Reply(slot=label, note={"at": at, "error": error})
 
         return ClientStep(run)
@@ -123,14 +127,14 @@ class Observer:
         gives too much where they go together, as they do unless one model lies between two others.
         """
 
-        def run(groups: Groups, local: Local) -> Reply:
-            phi, y, _ = _rows(task, local.data)
-            theta, chosen = groups.mean[0], groups.share[0] > 0
+        def run(known: Known, local: Local) -> Reply:
+            values = values_of(task, local.data)
+            phi, y, theta, chosen = values[:, :-1], values[:, -1], known.theta, known.share > 0
             squares = (y[:, None] - phi @ theta.T).square().sum(0)
             label = squares.where(chosen, torch.inf).argmin()
             apart = (phi @ (theta - take(theta, label)).T).norm(dim=0)
             others = chosen & (torch.arange(len(chosen), device=label.device) != label)
-            looks_better = torch.special.ndtr(-apart / (2 * groups.noise[0].sqrt()))
+            looks_better = torch.special.ndtr(-apart / (2 * known.variance.sqrt()))
             wrong = -(-looks_better * others).log1p().sum().expm1()  # 1 - Π (1 - p)
             note = {"wrong": wrong.clamp(max=1 - 1 / chosen.sum()), "squares": take(squares, label)}
             return Reply(slot=label, note=note)
@@ -138,43 +142,36 @@ class Observer:
         return ClientStep(run)
 
 
-def _rows(task: Task, data: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """φ (n, d) and y (n,) of a client, 0 for padding, and how many rows it has: as float64."""
-    mask = data.mask.double()
-    return features(task, data).double() * mask[:, None], data.y.reshape(-1).double() * mask, mask.sum()
-
-
-def _scaled(task: Task, sent: Sent, data: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in units of the features, and of what noise the client has beside others."""
-    phi, y, rows = _rows(task, data)
-    phi = phi / sent.scale
-    free, squares = _free(phi, y, rows)
+def _scaled(task: Task, sent: Sent, data: Data) -> Rows:
+    """A client's rows in units of the frame, and of what noise it has beside others."""
+    rows = sent.frame.rows(task, data)
+    free, squares = _free(rows)
     own = ((sent.noise.doubt * squares / sent.noise.level + 1) / (sent.noise.doubt * free + 1)).sqrt()
-    return phi / own, y / own, rows
+    return rows._replace(phi=rows.phi / own, y=rows.y / own)
 
 
-def _free(phi: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _free(rows: Rows) -> tuple[Tensor, Tensor]:
     """The degrees of freedom that the client's own least squares leave, and the sum of squared residuals."""
+    phi, y = rows.phi[0, 0], rows.y[0, 0]
     gram = phi.T @ phi
-    faint = FAINT * gram.diagonal().mean()
+    faint = FAINT * gram.diagonal().mean().clamp(min=QUIET)
     whole = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram + faint * whole))
-    theta = inverse @ (phi.T @ y)
-    unused = (faint * inverse.diagonal().sum()).round()  # an inverse eigenvalue is 1/faint where there are no rows
-    return rows - len(gram) + unused, (y - phi @ theta).square().sum()
+    unused = (faint * inverse.diagonal().sum()).round()  # an eigenvalue is 1/faint where there are no rows
+    return rows.count - len(gram) + unused, (y - phi @ (inverse @ (phi.T @ y))).square().sum()
 
 
 class Fit(NamedTuple):
     """Some number of groups, as likely as they could be made."""
 
-    groups: Groups  # a single fit
+    mixture: Mixture  # f = 1
     likelihood: float
     evidence: float  # the same, less (k - 1)(d + 1)/2 · log M
 
     @property
     def k(self) -> int:
         """Groups."""
-        return self.groups.mean.shape[1]
+        return self.mixture.mean.shape[1]
 
 
 class Judged(NamedTuple):
@@ -204,78 +201,68 @@ class Clients:
     """The clients that are asked, and how their rows are scaled."""
 
     cohort: Cohort
-    scale: Tensor
+    frame: Frame
     noise: Noise
 
     @classmethod
-    def of(cls, cohort: Cohort, *, own_noise: bool = True) -> tuple[Clients, Groups]:
-        """The clients, and one model for all of them; clients may have noise of their own, or all have the same."""
-        sums = _sums(cohort, Observer().moments, ())
-        gram, product = sums["gram"], sums["product"]
-        scale = (gram.diagonal() / sums["rows"]).sqrt().clamp(min=1e-150)
-        theta = least_squares(gram[None], product[None])
-        noise = (sums["squares"] - theta[0] @ product).clamp(min=1e-12 * float(sums["squares"])) / sums["rows"]
-        even = Noise(noise.clamp(min=1e-300), torch.zeros(()).double())
-        clients = cls(cohort, scale, even)
-        if own_noise:
-            clients = cls(cohort, scale, clients._moderation())
-        one = torch.ones(1, 1).double()
-        none = torch.zeros(1, *gram.shape).double()
-        return clients, Groups(one, theta[None] * scale, none, even.level[None])
+    def of(cls, cohort: Cohort, *, own_noise: bool = True) -> tuple[Clients, Mixture]:
+        """The clients, who may have noise of their own, and where a fit of one group begins."""
+        effects = MixedEffects()
+        sums = _sums(cohort, effects.scales, ())
+        size = (sums["log"] / sums["seen"].clamp(min=1)).exp()
+        sums = _sums(cohort, effects.moments, size)
+        frame, one = framed(size, sums["moments"], sums["rows"])
+        even = Noise(torch.ones(()).double(), torch.zeros(()).double())
+        return cls(cohort, frame, _moderation(_sums(cohort, Observer().residue, frame)) if own_noise else even), one
 
-    def _moderation(self) -> Noise:
-        """ν and s² by the mean and the variance of the logarithms of clients' variances."""
-        sums = _sums(self.cohort, Observer().residue, Sent((), self.scale, self.noise))
-        m = float(sums["known"])
-        if m < 3:
-            return self.noise
-        mean = sums["log"] / m
-        extra = float((sums["square"] - m * mean**2) / (m - 1) - sums["chance"] / m)
-        half = _trigamma_inverse(extra) if extra > 0 else math.inf
-        if math.isinf(half):
-            return Noise((sums["squares"] / sums["free"]).clamp(min=1e-300), torch.zeros(()).double())
-        half = torch.tensor(max(half, FEWEST / 2)).double()
-        return Noise((mean + half.digamma() - half.log()).exp(), 1 / (2 * half))
-
-    def likeliest(self, starts: Groups) -> Fit:
+    def likeliest(self, starts: Mixture) -> Fit:
         """The best that expectation and maximisation lead to from some starts; most are given up early."""
-        groups, likelihood = self._climbed(starts, SHORT)
+        mixture, likelihood = self._climbed(starts, SHORT)
         if len(likelihood) > 2:
-            groups = groups.only(likelihood.topk(2).indices)
-        groups, likelihood = self._climbed(groups, STEPS)
-        best = likelihood.argmax()
-        (_, k, d), value = groups.mean.shape, float(likelihood[best])
-        return Fit(groups.only(best[None]), value, value - (k - 1) * (d + 1) / 2 * math.log(len(self.cohort)))
+            mixture = take(mixture, likelihood.topk(2).indices)
+        mixture, likelihood = self._climbed(mixture, STEPS)
+        best, (_, k, d) = likelihood.argmax(), mixture.mean.shape
+        value = float(likelihood[best])
+        return Fit(take(mixture, best[None]), value, value - (k - 1) * (d + 1) / 2 * math.log(len(self.cohort)))
 
-    def _climbed(self, groups: Groups, steps: int) -> tuple[Groups, Tensor]:
-        before = torch.full((len(groups.share),), -math.inf).double()
+    def _climbed(self, mixture: Mixture, steps: int) -> tuple[Mixture, Tensor]:
+        """Fits after so many steps at most, and their likelihood."""
+        sums = self.expected(mixture)
         for _ in range(steps):
-            sums = self.expected(groups)
-            if bool((sums["likelihood"] - before < SETTLED).all()):
+            before, mixture = sums["loglik"], maximised(mixture, sums)
+            sums = self.expected(mixture)
+            if bool((sums["loglik"] - before < SETTLED).all()):
                 break
-            before, last, groups = sums["likelihood"], groups, maximised(groups, sums)
-        else:
-            return last, before  # these belong together
-        return groups, sums["likelihood"]
+        return mixture, sums["loglik"]
 
-    def expected(self, groups: Groups) -> dict[str, Tensor]:
+    def expected(self, mixture: Mixture) -> dict[str, Tensor]:
         """The sums of one exchange."""
-        return _sums(self.cohort, Observer().expect, Sent(groups, self.scale, self.noise))
+        return _sums(self.cohort, Observer().expect, Sent(mixture, self.frame, self.noise))
 
     def judged(self, fit: Fit) -> Judged:
         """Ask every client for its group, and where it lies between groups."""
-        between: Lines = lines(fit.groups)
-        sent = Sent((fit.groups, between), self.scale, self.noise)
-        reply = self.cohort.gather(Observer().place, to_device(sent, self.cohort.engine.device), slots=fit.k)
+        message = Between(Lines.of(fit.mixture), Sent(fit.mixture, self.frame, self.noise))
+        reply = self.cohort.gather(Observer().place, to_device(message, self.cohort.engine.device), slots=fit.k)
         at, error, label = exact(reply.note["at"]), exact(reply.note["error"]), reply.slot
         members = label.bincount(minlength=fit.k)
         valleys = [
-            valley(at[own, pair], error[own, pair])
-            for pair, (a, b) in enumerate(torch.combinations(torch.arange(fit.k)).tolist())
+            valley(at[own, i], error[own, i])
+            for i, (a, b) in enumerate(pairs(fit.k).tolist())
             if min(int(members[a]), int(members[b])) > 1
             for own in [(label == a) | (label == b)]
         ]
         return Judged(fit, members, min(valleys, default=0.0))
+
+
+def _moderation(sums: dict[str, Tensor]) -> Noise:
+    """ν and s² by the mean and the variance of the logarithms of clients' variances."""
+    m = float(sums["known"])
+    mean = sums["log"] / max(m, 1)
+    extra = float((sums["square"] - m * mean**2) / max(m - 1, 1) - sums["chance"] / max(m, 1))
+    if m < 3 or extra <= 0:
+        return Noise(torch.ones(()).double(), torch.zeros(()).double())
+    half = torch.tensor(max(_trigamma_inverse(extra), FEWEST / 2)).double()
+    return Noise((mean + half.digamma() - half.log()).exp(), 1 / (2 * half))
 
 
 def support(cohort: Cohort, theta: Tensor, share: Tensor) -> Support:
@@ -283,31 +270,33 @@ def support(cohort: Cohort, theta: Tensor, share: Tensor) -> Support:
 
     Args:
         cohort: The clients.
-        theta: The models of the run (k, d).
+        theta: The models of the run (k, p).
         share: The shares of the clients that choose them (k,).
     """
-    clients, one = Clients.of(cohort)
-    k, varied = len(theta), _varied(clients, one)
-    same = clients.likeliest(one)
-    fits = {1: clients.likeliest(varied)}
+    clients, start = Clients.of(cohort)
+    k, d = len(theta), start.mean.shape[-1]
+    same = clients.likeliest(start._replace(factor=torch.zeros_like(start.factor)))
+    fits = {1: clients.likeliest(start)}
     for j in range(2, k + FURTHER + 1):
         if _falls(fits, j - 1) and (j - 1 > k or _falls(fits, j - 2)):
             break
-        fits[j] = clients.likeliest(split(fits[j - 1].groups))
+        fits[j] = clients.likeliest(split(fits[j - 1].mixture))
     if k > 1:
-        own = clients.likeliest(_of_run(theta * clients.scale, share, fits[1].groups))
-        fits[k] = max(fits.get(k, own), own, key=lambda fit: fit.likelihood)
-        if k > 2:
-            less = clients.likeliest(merged(fits[k].groups))
-            fits[k - 1] = max(fits.get(k - 1, less), less, key=lambda fit: fit.likelihood)
+        _keep(fits, clients.likeliest(_of_run(theta, share, clients.frame, fits[1].mixture)))
+    if k > 2:
+        _keep(fits, clients.likeliest(merged(fits[k].mixture)))
     judged = {j: clients.judged(fits[j]) for j in _preferred(fits, k)}
-    d = theta.shape[1]
     return Support(
-        found=max((v.real for j, v in judged.items() if _holds(fits, v)), default=1),
+        found=max((v.real for v in judged.values() if _holds(fits, v)), default=1),
         fits=fits,
         judged=judged,
         same=same.likelihood + d * (d + 1) / 4 * math.log(len(cohort)),
     )
+
+
+def _keep(fits: dict[int, Fit], fit: Fit) -> None:
+    """Keep a fit if it is the likeliest of its number of groups."""
+    fits[fit.k] = max(fits.get(fit.k, fit), fit, key=lambda each: each.likelihood)
 
 
 def _falls(fits: dict[int, Fit], j: int) -> bool:
@@ -330,19 +319,11 @@ def _holds(fits: dict[int, Fit], judged: Judged) -> bool:
     return _better(fits, judged.fit.k) and judged.real > 1 and judged.valley > VALLEY
 
 
-def _varied(clients: Clients, one: Groups) -> Groups:
-    """A start for one group whose clients vary: by as much as their rows' noise would let their own models."""
-    sums = clients.expected(one)
-    gram = sums["information"][0, 0] * one.noise / sums["clients"]  # of an average client
-    ridge = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    values, vectors = torch.linalg.eigh(ridge)
-    return one._replace(factor=(vectors * (one.noise / values).sqrt())[None], noise=one.noise / 2)
-
-
-def _of_run(theta: Tensor, share: Tensor, one: Groups) -> Groups:
+def _of_run(theta: Tensor, share: Tensor, frame: Frame, one: Mixture) -> Mixture:
     """A start from a run's models, around which clients vary less than all of them do."""
-    share = share.clamp(min=0.5 / max(len(share), 1) / 100)
-    return one._replace(share=(share / share.sum())[None], mean=theta[None], factor=0.3 * one.factor)
+    share = share.clamp(min=0.01 / len(share))
+    mean = theta / frame.unit @ torch.linalg.pinv(frame.basis).mT
+    return Mixture((share / share.sum())[None], mean[None], TIGHT * one.factor, one.noise)
 
 
 def _trigamma_inverse(value: float) -> float:
@@ -355,6 +336,6 @@ def _trigamma_inverse(value: float) -> float:
     return math.inf if low > 5e4 else low
 
 
-def _sums(cohort: Cohort, step: Any, message: Any) -> dict[str, Tensor]:
-    sums = cohort.combine(step, to_device(message, cohort.engine.device)).update
-    return {name: exact(x[0]) for name, x in sums.items()}
+def _sums(cohort: Cohort, step: Step, message: Any) -> dict[str, Tensor]:
+    sums = cohort.combine(step, to_device(message, cohort.engine.device))
+    return tree_map(lambda x: exact(x[0]), sums.update)

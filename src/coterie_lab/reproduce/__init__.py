@@ -14,6 +14,7 @@ from coterie.storage.snapshot import write_text
 from coterie_lab.reproduce import (
     assignment,
     contraction,
+    diagnoses,
     geometry,
     masks,
     newcomers,
@@ -48,6 +49,7 @@ KINDS = {
     "subspace": subspace,
     "trap": trap,
     "robustness": robustness,
+    "diagnoses": diagnoses,
 }
 
 
