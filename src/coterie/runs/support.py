@@ -333,7 +333,7 @@ def _trigamma_inverse(value: float) -> float:
         middle = math.sqrt(low * high)
         above = float(torch.polygamma(1, torch.tensor(middle).double())) > value
         low, high = (middle, high) if above else (low, middle)
-    return math.inf if low > 5e4 else low
+    return low
 
 
 def _sums(cohort: Cohort, step: Step, message: Any) -> dict[str, Tensor]:
