@@ -137,7 +137,7 @@ def test_groups_are_told_from_clients_that_vary(kind, k):
     [
         ({}, "The data support 1 group, in which all clients may have the same model."),
         ({"within": 2.0}, "The data support 1 group, in which clients merely vary."),
-        ({"groups": 2}, "The data support 1 group, and more: 2 of those that were looked for."),
+        ({"groups": 2}, "The data support 1 group, and more: they support 2."),
     ],
     ids=str,
 )
@@ -182,6 +182,9 @@ def test_one_classifier_and_classifiers_without_test_rows():
     federation, run = classified(1)
     found = ct.diagnose(federation, run)
     assert found.supported and [f.name for f in found.figures] == ["loss", "p_min"]
+    points = ct.Federation(federation.train, federation.test)
+    with pytest.raises(ValueError, match="KFED groups points, not clients"):
+        ct.diagnose(points, ct.fit(ct.KFED(2), None, points, rounds=1))
     bare = ct.Federation(federation.train)
     with pytest.raises(ValueError, match="judged by test rows, which the federation does not have"):
         ct.diagnose(bare, run)

@@ -294,7 +294,7 @@ def _verdict(facts: _Facts, value: dict[str, float]) -> tuple[bool, str]:
         others = f" They support {_groups(found)}{_nature(facts) * (found == 1)}." if found != k else ""
         end = f"The data do not support {_groups(k)}: {'; '.join(faults)}.{others}"
     else:
-        more = f", and more: {found} of those that were looked for" if found > k else ""
+        more = f", and more: they support {found}" if found > k else ""
         end = f"The data support {_groups(k)}{_nature(facts) * (found == 1)}{more}."
     return not faults, " ".join([*_sentences(facts, value), *_evidence(facts, value), end])
 
@@ -328,15 +328,16 @@ def _faults(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
 
 def _evidence(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
     """The figures that decide."""
-    k = len(facts.theta)
+    k, clear = len(facts.theta), f"(over {2 * CLEAR:.0f} is clear)"
     if k > 1:
         one = f"one that varies: Δ BIC = {2 * value['evidence']:.0f}; against " if k > 2 else ""
         last = "the best merge of two" if k > 2 else "one that varies"
         yield (
-            f"{k} groups against {one}{last}: Δ BIC = {2 * value['against a merge']:.0f} (over {2 * CLEAR:.0f} is "
-            f"clear); against a continuum, between the two closest: {value['valley']:.1f} nats (over {VALLEY:.0f} "
-            "is clear)."
+            f"{k} groups against {one}{last}: Δ BIC = {2 * value['against a merge']:.0f} {clear}; against a "
+            f"continuum, between the two closest: {value['valley']:.1f} nats (over {VALLEY:.0f} is clear)."
         )
+    if facts.support.found == 1:
+        yield f"One group that varies against one and the same model for all: Δ BIC = {2 * value['clients vary']:.0f}."
 
 
 def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
@@ -349,7 +350,8 @@ def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
             f"With Δ/σ = {value['Δ/σ']:.2g} about {value['mislabelled clients']:.0%} will be mislabelled ({bands}); "
             f"on an average row the two closest models differ by {float(facts.seen.min()) / facts.sigma:.2g} σ."
         )
-    yield f"The smallest cluster has {facts.rows.min():.0f} rows for {d} parameters."
+    if len(facts.theta) > 1:
+        yield f"The smallest cluster has {facts.rows.min():.0f} rows for {d} parameters."
     if value.get("ν", 0) > 1:
         yield "The bound ν exceeds 1 with its constants set to 1, and says nothing."
     elif "ρ/κ" in value:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.method import Method
+from coterie.core.method import Method, PointMethod
 from coterie.core.pytree import Params, exact, stack, take
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedavg import State as OneModel
@@ -56,6 +56,8 @@ def held_out(cohort: Cohort, algorithm: Method, state: Any) -> HeldOut:
         algorithm: The method; its settings of local training are those with which models are trained on.
         state: What it has learnt.
     """
+    if isinstance(algorithm, PointMethod):
+        raise ValueError(f"diagnose: {type(algorithm).__name__} groups points, not clients: there is nothing to judge")
     if cohort.federation.test is None:
         raise ValueError(
             "diagnose: the model is no linear regression, so it is judged by test rows, which the federation does "
