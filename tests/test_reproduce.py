@@ -63,6 +63,11 @@ def test_both_phases_bear_other_covariances_and_a_small_cluster(tmp_path):
     assert row["found"] == row["at most 1.5 oracle"] == 2
 
 
+def test_diagnoses_are_right(tmp_path):
+    rows = quick("diagnose", tmp_path)["rows"]
+    assert [r["k"] for r in rows] == [2, 3, 4, 2] and all(r["share"] == 1 for r in rows)
+
+
 def test_models_of_a_mixed_regression_are_held_to_the_oracle():
     problem = {"data": {"name": "mixed_regression", "k": 2, "d": 5, "sigma": 0.1, "toeplitz": 0.8}}
     cells = {}
