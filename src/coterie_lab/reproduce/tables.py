@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from coterie.runs.candidates import candidates
-from coterie.runs.choosing import compare
-from coterie.runs.hurt import Hurt
 
 from coterie import IFCA
 from coterie.core.federation import Federation
@@ -19,8 +16,11 @@ from coterie.core.method import Method
 from coterie.core.task import Task
 from coterie.methods.personal import Personal
 from coterie.runs import plots
+from coterie.runs.candidates import candidates
+from coterie.runs.choosing import compare
 from coterie.runs.config import build_federation, build_task
 from coterie.runs.fit import fit
+from coterie.runs.hurt import Hurt
 from coterie_lab.reproduce.mixed_lm import mixed_lm
 from coterie_lab.reproduce.notebook import Notebook
 
