@@ -230,9 +230,7 @@ def test_groups_win_where_they_are_sharp_random_effects_where_clients_vary_and_t
     one, vary, sharp, lost = result["rows"]
     assert sharp["hard groups"] < sharp["random effects"] and vary["random effects"] < vary["one for all"]
     assert lost["random effects"] < lost["hard groups"]
-    assert all(
-        row["groups of random effects"] < 1.5 * min(row["hard groups"], row["random effects"]) for row in (sharp, lost)
-    )
-    assert [row["k found"] for row in (one, vary, sharp)] == [[1], [1], [2]] and result["k right"] == result[
-        "k asked"
-    ] == 3
+    for row in (sharp, lost):
+        assert row["groups of random effects"] < 1.5 * min(row["hard groups"], row["random effects"])
+    assert [row["k found"] for row in (one, vary, sharp)] == [[1], [1], [2]]
+    assert result["k right"] == result["k asked"] == 3

@@ -76,6 +76,7 @@ def _cell(spec: dict[str, Any], table: str, seed: int, device: str) -> Cell:
         rounds=spec["rounds"],
         seeds=spec["splits"],
         seed=seed,
+        new=0,  # all clients of a table are known
         device=device,
     )
     done = {name: _one(spec, method, task, federation, seed, device) for name, method in ways.items()}
