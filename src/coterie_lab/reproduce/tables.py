@@ -30,6 +30,7 @@ from coterie_lab.reproduce.notebook import Notebook
 Cell = dict[str, Any]
 
 ALL, EACH, PERSONAL, EFFECTS = "one for all", "one each", "one for all + personal", "random effects"
+IFCA_ALONE, IFCA_PERSONAL = "IFCA", "IFCA + personal"
 MIXED_LM, RECOMMENDED = "MixedLM", "recommended"
 DRAWN = {  # what the picture shows, and how
     ALL: "one for all",
@@ -90,7 +91,7 @@ def _data(table: str, seed: int) -> tuple[Federation, Task]:
 
 
 def _ways(spec: dict[str, Any], task: Task, federation: Federation) -> dict[str, Method]:
-    """The candidates of `compare` but for soft groups, and IFCA with personal models, which these have with FedX.
+    """The candidates of `compare` but for soft groups, and IFCA, whose place FedX has among them.
 
     Soft groups are for clients whose rows are of several kinds, and would take most of the time.
     """
@@ -98,8 +99,8 @@ def _ways(spec: dict[str, Any], task: Task, federation: Federation) -> dict[str,
     ways = {name: method for name, method in every.items() if Simplicity.of(method).kind != SOFT}
     stepping = ways["CFL"]
     assert isinstance(stepping, CFL)
-    own = IFCA(k=spec["k"], lr=stepping.lr)  # what the curvature of the rows bears
-    return {**ways, f"IFCA, {spec['k']} groups + personal": Personal(own)}
+    ifca = IFCA(k=spec["k"], lr=stepping.lr)  # what the curvature of the rows bears
+    return {**ways, IFCA_ALONE: ifca, IFCA_PERSONAL: Personal(ifca)}
 
 
 def _one(spec: dict[str, Any], method: Method, task: Task, federation: Federation, seed: int, device: str) -> Cell:
@@ -152,7 +153,6 @@ def _summary(table: str, cells: list[Cell]) -> dict[str, Any]:
     hard = [way for way in ways if re.fullmatch(r"\d+ groups", way)]
     groups = min(hard, key=lambda way: _error(cells, way))
     chosen = statistics.fmean(_mean(cell["ways"][cell[RECOMMENDED]]) for cell in cells)
-    ifca = next(way for way in ways if way.startswith("IFCA"))
     return {
         "table": table,
         "best": best,
@@ -161,7 +161,11 @@ def _summary(table: str, cells: list[Cell]) -> dict[str, Any]:
         "recommended MSE": chosen,
         "above best (%)": _above(chosen, _error(cells, best)),
         "above one + personal (%)": _above(chosen, _error(cells, PERSONAL)),
-        "IFCA + personal above random effects (%)": _above(_error(cells, ifca), _error(cells, EFFECTS)),
+        "IFCA + personal above random effects (%)": _above(_error(cells, IFCA_PERSONAL), _error(cells, EFFECTS)),
+        "hurt by personal models (%)": {
+            ALL: _hurt(cells, PERSONAL, ALL),
+            IFCA_ALONE: _hurt(cells, IFCA_PERSONAL, IFCA_ALONE),
+        },
         MIXED_LM: _against(cells),
     }
 
