@@ -91,13 +91,14 @@ def _data(table: str, seed: int) -> tuple[Federation, Task]:
 
 
 def _ways(spec: dict[str, Any], task: Task, federation: Federation) -> dict[str, Method]:
-    """The candidates of `compare` but for soft groups, and IFCA, whose place FedX has among them.
+    """The candidates of `compare` but for CFL and soft groups, and IFCA, whose place FedX has among them.
 
-    Soft groups are for clients whose rows are of several kinds, and would take most of the time.
+    What is left out is for other data (groups that differ in direction, clients whose rows are of several kinds), and
+    would take most of the time.
     """
     every = candidates(task, federation, k=spec["k"])
-    ways = {name: method for name, method in every.items() if Simplicity.of(method).kind != SOFT}
-    stepping = ways["CFL"]
+    ways = {n: m for n, m in every.items() if Simplicity.of(m).kind != SOFT and not n.startswith("CFL")}
+    stepping = every["CFL"]
     assert isinstance(stepping, CFL)
     ifca = IFCA(k=spec["k"], lr=stepping.lr)  # what the curvature of the rows bears
     return {**ways, IFCA_ALONE: ifca, IFCA_PERSONAL: Personal(ifca)}
