@@ -48,8 +48,9 @@ from coterie.parts.random_effects import (
     scattered,
     seeds,
     started,
+    turned,
 )
-from coterie.parts.residuals import features
+from coterie.parts.residuals import values_of
 
 LARGEST = 50  # parameters up to which Σ is full by default
 FIRST = 30  # iterations at most of the one-component fit that others start from
@@ -74,6 +75,7 @@ class State(NamedTuple):
     size: Tensor  # the components of each (f,)
     loglik: Tensor  # of each, before the last M-step (f,)
     gain: Tensor  # of the log-likelihood, in the last round (f,)
+    bics: Tensor  # the lowest of fits with 1, 2, … components so far
     information: Tensor  # that the last round had about each μ (f, k, d, d), or the diagonal of it (f, k, d)
     frame: Frame
     like: Params  # a model, for the shapes of its parameters
@@ -130,21 +132,24 @@ class MixedEffects(Method):
         none = torch.zeros_like(
             mixture.mean if mixture.diagonal else mixture.mean[..., None] * mixture.mean[..., None, :]
         )
+        bics = torch.full((max(sizes),), torch.inf, dtype=torch.float64)
         labels, noisy = torch.full((cohort.population,), -1), self._noise(task) is None
-        return State(mixture, size, unknown, -unknown, none, frame, like, noisy, labels, 0, False)
+        return State(mixture, size, unknown, -unknown, bics, none, frame, like, noisy, labels, 0, False)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """One iteration of EM, for all fits."""
-        sums = cohort.combine(self.step, Sent(state.mixture, state.frame))
+        sent = Sent(turned(state.mixture, state.round), state.frame)
+        sums = cohort.combine(self.step, sent)
         total = _total(sums)
         after = state._replace(
-            mixture=self._improved(state.mixture, total, cohort.task),
+            mixture=self._improved(sent.mixture, total, cohort.task),
             loglik=total["loglik"],
             gain=total["loglik"] - exact(state.loglik),
             information=total["information"],
             round=state.round + 1,
         )
         best = self.best(after)
+        after = after._replace(bics=state.bics.cpu().scatter_reduce(0, after.size - 1, self.criterion(after), "amin"))
         labels = state.labels.clone()
         labels[cohort.clients] = sums.note["component"][:, best]
         return self._pruned(after._replace(labels=labels), cohort), Report(cohort.clients, sums.note["loss"][:, best])
@@ -187,7 +192,7 @@ class MixedEffects(Method):
 
         def run(sent: Sent, local: Local) -> Reply:
             rows, found = _known(task, sent, local.data)
-            each = found.loglik / rows.count.clamp(min=1) - sent.frame.unit.log()
+            each = found.loglik / rows.number.clamp(min=1) - sent.frame.unit.log()
             note = {"component": found.evidence.argmax(-1), "loss": -each}
             return Reply(contribution(sent.mixture, rows, found), note=note)
 
@@ -242,8 +247,8 @@ class MixedEffects(Method):
         """What was learnt in the units of the data: μ with standard errors, Σ, σ², and shares of variation."""
         mixture, at = self.fitted(state), self.best(state)
         known = state.information[at][: mixture.mean.shape[1]]
-        parts = tree_map(exact, (mixture, known, state.frame))
-        return Effects.of(*parts, state.like, noisy=state.noisy)
+        mixture, known, frame = tree_map(exact, (mixture, known, state.frame))
+        return Effects.of(mixture, known, frame, state.like, noisy=state.noisy)
 
     def report(self, state: State) -> str:
         """The effects as a table."""
@@ -289,7 +294,7 @@ class MixedEffects(Method):
         sent: Sent = self.served(state).message
         rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
         _, found = _known(task, sent, data or rows._replace(mask=torch.zeros_like(rows.mask)))
-        phi = sent.frame.features(features(task, rows).double())
+        phi = sent.frame.features(values_of(task, rows)[:, :-1])
         return sent.frame.unit * found.deviations(sent.mixture, phi)[0]
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
@@ -336,6 +341,7 @@ class MixedEffects(Method):
         """Where fits of so many components begin: by k-means++ among the centres of an iteration with many."""
         one, last = sent, -torch.inf
         for t in range(FIRST):  # one component, as far as it matters
+            one = one._replace(mixture=turned(one.mixture, t))
             sums = _total(cohort.fold(t).combine(self.step, one))
             one = one._replace(mixture=self._improved(one.mixture, sums, cohort.task))
             if float(sums["loglik"]) - last < ROUGH:
@@ -369,9 +375,7 @@ class MixedEffects(Method):
     def _say(self, state: State, cohort: Cohort) -> None:
         """Log how likely each number of components is."""
         if self.k == "auto":
-            value = self.criterion(state)
-            each = [(k, float(value[state.size == k].min())) for k in state.size.unique().tolist()]
-            told = ", ".join(f"{k}: {x:.1f}" for k, x in each)
+            told = ", ".join(f"{k}: {x:.1f}" for k, x in enumerate(state.bics.tolist(), 1))
             cohort.log(f"k={int(state.size[self.best(state)])} has the lowest BIC ({told})")
 
 
@@ -381,17 +385,14 @@ def _values(task: Task, data: Data) -> Tensor:
         phi = task.jacobian(data.x).double()
         rows, off = linearised(torch.zeros_like(phi[..., 0]), phi, data)
         return torch.cat([rows, off[:, None]], 1)
-    phi, y = features(task, data), data.y.reshape(-1, 1)
-    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
+    return values_of(task, data)
 
 
 def _known(task: Task, sent: Sent, data: Data) -> tuple[Rows, Posterior]:
     """A client's rows in the units of the run, and what it knows of itself under every component of every fit."""
     if task.jacobian is not None:
         return laplace(sent.mixture, sent.frame.features(task.jacobian(data.x).double()), data)
-    values = _values(task, data)
-    phi, y = sent.frame.features(values[:, :-1]), values[:, -1] / sent.frame.unit
-    rows = Rows(phi[None, None], y[None, None], data.mask.sum().double())
+    rows = sent.frame.rows(values_of(task, data), data.mask.sum())
     return rows, posterior(sent.mixture, rows)
 
 

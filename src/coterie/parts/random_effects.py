@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from coterie.core.key import Key
 from coterie.core.pytree import Outer
 from coterie.parts.least_squares import NARROW, least_squares
 
@@ -48,6 +49,11 @@ class Frame(NamedTuple):
         """The covariance of a model's own parameters (…, p, p), from that in these units (…, d, d)."""
         basis = self.basis.diag() if self.basis.dim() == 1 else self.basis
         return self.unit.square() * (basis @ spread @ basis.mT)
+
+    def rows(self, values: Tensor, count: Tensor) -> Rows:
+        """A client's rows in these units, from φ and y side by side (n, p + 1), and how many of them are real."""
+        phi, y = self.features(values[:, :-1]), values[:, -1] / self.unit
+        return Rows(phi[None, None], y[None, None], count.double())
 
 
 class Mixture(NamedTuple):
@@ -164,7 +170,7 @@ class Rows(NamedTuple):
 
     phi: Tensor  # φ(x) (f', k', n, d), 0 for padding; f' and k' are 1 where all fits and components have the same
     y: Tensor  # (f', k', n), 0 for padding
-    count: Tensor  # how many there are
+    number: Tensor  # how many there are
 
 
 def along(rows: Tensor, v: Tensor) -> Tensor:
@@ -184,7 +190,7 @@ def posterior(mixture: Mixture, rows: Rows) -> Posterior:
     push = pull(given.z, off) / noise[..., None]  # Lᵀφᵀr_j/σ² (f, k, d)
     u = given.times(push)  # (1)
     misfit = off.square().sum(-1) / noise - (push * u).sum(-1)  # r_jᵀΩ⁻¹r_j
-    evidence = -0.5 * (misfit + given.volume + rows.count * (math.log(2 * math.pi) + noise.log()))  # (2)
+    evidence = -0.5 * (misfit + given.volume + rows.number * (math.log(2 * math.pi) + noise.log()))  # (2)
     return Posterior(u, given, evidence + mixture.share.log().clamp(min=NEVER))
 
 
@@ -203,7 +209,7 @@ def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, An
         "mean": w[..., None] * u,
         "off": (w * off.square().sum(-1)).sum(-1),
         "loglik": found.loglik,
-        "rows": rows.count,
+        "rows": rows.number,
     }
     fisher, lift = found.given.information, u * pull(z, off)  # u ∘ Lᵀφᵀr
     if mixture.diagonal:
@@ -221,6 +227,19 @@ def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, An
         "lift": pooled(lift),
         "information": Outer(w[..., None, None] * fisher.left, fisher.right.expand(*w.shape, -1, -1)),
     }
+
+
+def turned(mixture: Mixture, t: int) -> Mixture:
+    """The same mixture by another factor LQ of the same Σ, with a rotation Q that follows from the round.
+
+    The M-step stretches Σ along the columns of its factor. Were these the same in every round, an axis that shrinks to
+    0 on its way to the likeliest Σ would stay there, whichever way it points.
+    """
+    if mixture.diagonal:
+        return mixture
+    d = mixture.mean.shape[-1]
+    q, r = torch.linalg.qr(torch.randn(d, d, generator=Key.of(t).generator(), dtype=torch.float64))
+    return mixture._replace(factor=mixture.factor @ (q * r.diagonal().sign()).to(mixture.factor))
 
 
 def maximised(mixture: Mixture, sums: dict[str, Tensor], learn_noise: bool = True) -> Mixture:
@@ -260,13 +279,11 @@ def _within(mixture: Mixture, sums: dict[str, Tensor], shift: Tensor) -> Tensor:
 
 
 def _factor(root: Tensor, within: Tensor) -> Tensor:
-    """L with LLᵀ = root · T · rootᵀ, along its principal axes: each of them is stretched by itself."""
+    """The symmetric L with LL = root · T · rootᵀ."""
     if root.dim() == 3:
         return root.abs() * within.clamp(min=0).sqrt()
     values, vectors = torch.linalg.eigh(root @ within @ root.mT)
-    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))  # an eigenvector has no sign of its own
-    # In the order of memory that a state has which was written and read again: products then have the same bits.
-    return (vectors * (largest.sign() * values.clamp(min=0).sqrt()[..., None, :])).contiguous()
+    return (vectors * values.clamp(min=0).sqrt()[..., None, :] @ vectors.mT).contiguous()
 
 
 def _expanded(mixture: Mixture, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
