@@ -49,6 +49,7 @@ from coterie.parts.random_effects import (
     seeds,
     started,
     turned,
+    values_of,
 )
 from coterie.parts.residuals import features
 
@@ -246,9 +247,9 @@ class MixedEffects(Method):
     def effects(self, state: State) -> Effects:
         """What was learnt in the units of the data: μ with standard errors, Σ, σ², and shares of variation."""
         mixture, at = self.fitted(state), self.best(state)
-        known = state.information[at][: mixture.mean.shape[1]]
-        parts = tree_map(exact, (mixture, known, state.frame))
-        return Effects.of(*parts, state.like, noisy=state.noisy)
+        known = exact(state.information[at])[: mixture.mean.shape[1]]
+        frame = tree_map(exact, state.frame)
+        return Effects.of(tree_map(exact, mixture), known, frame, state.like, noisy=state.noisy)
 
     def report(self, state: State) -> str:
         """The effects as a table."""
@@ -385,17 +386,14 @@ def _values(task: Task, data: Data) -> Tensor:
         phi = task.jacobian(data.x).double()
         rows, off = linearised(torch.zeros_like(phi[..., 0]), phi, data)
         return torch.cat([rows, off[:, None]], 1)
-    phi, y = features(task, data), data.y.reshape(-1, 1)
-    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
+    return values_of(task, data)
 
 
 def _known(task: Task, sent: Sent, data: Data) -> tuple[Rows, Posterior]:
     """A client's rows in the units of the run, and what it knows of itself under every component of every fit."""
     if task.jacobian is not None:
         return laplace(sent.mixture, sent.frame.features(task.jacobian(data.x).double()), data)
-    values = _values(task, data)
-    phi, y = sent.frame.features(values[:, :-1]), values[:, -1] / sent.frame.unit
-    rows = Rows(phi[None, None], y[None, None], data.mask.sum().double())
+    rows = sent.frame.rows(task, data)
     return rows, posterior(sent.mixture, rows)
 
 

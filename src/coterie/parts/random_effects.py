@@ -23,7 +23,9 @@ from torch import Tensor
 
 from coterie.core.key import Key
 from coterie.core.pytree import Outer
+from coterie.core.task import Data, Task
 from coterie.parts.least_squares import NARROW, least_squares
+from coterie.parts.residuals import features
 
 QUIET = 1e-8  # the least σ², where the residuals of one model for all have variance 1
 EMPTY = 1e-6  # clients: a component with fewer stays where it is
@@ -49,6 +51,12 @@ class Frame(NamedTuple):
         """The covariance of a model's own parameters (…, p, p), from that in these units (…, d, d)."""
         basis = self.basis.diag() if self.basis.dim() == 1 else self.basis
         return self.unit.square() * (basis @ spread @ basis.mT)
+
+    def rows(self, task: Task, data: Data) -> Rows:
+        """The rows of a regression in these units."""
+        values = values_of(task, data)
+        phi, y = self.features(values[:, :-1]), values[:, -1] / self.unit
+        return Rows(phi[None, None], y[None, None], data.mask.sum().double())
 
 
 class Mixture(NamedTuple):
@@ -165,7 +173,13 @@ class Rows(NamedTuple):
 
     phi: Tensor  # φ(x) (f', k', n, d), 0 for padding; f' and k' are 1 where all fits and components have the same
     y: Tensor  # (f', k', n), 0 for padding
-    count: Tensor  # how many there are
+    count: Tensor  # how many there are  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def values_of(task: Task, data: Data) -> Tensor:
+    """φ and y of a regression side by side (n, p + 1), 0 for padding."""
+    phi, y = features(task, data), data.y.reshape(-1, 1)
+    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
 
 
 def along(rows: Tensor, v: Tensor) -> Tensor:
