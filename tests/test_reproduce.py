@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+import coterie as ct
 from coterie.data.source import folder
 from coterie_lab.reproduce import experiments, reproduce, robustness
+from coterie_lab.reproduce.mixed_lm import mixed_lm
 
 
 def needs(file, name):
@@ -14,6 +16,7 @@ def needs(file, name):
 
 needs_mnist = needs("mnist/train-images-idx3-ubyte.gz", "MNIST")
 needs_cifar = needs("cifar-10-batches-bin/test_batch.bin", "CIFAR-10")
+needs_cheese = needs("tables/cheese.csv.xz", "the table of cheese")
 needs_ag_news = needs("ag_news_csv/train.csv", "AG News")
 
 
@@ -61,6 +64,11 @@ def test_clients_of_one_row_do_no_harm(tmp_path):
 def test_both_phases_bear_other_covariances_and_a_small_cluster(tmp_path):
     row = quick("fedx-covariances", tmp_path)["rows"][0]
     assert row["found"] == row["at most 1.5 oracle"] == 2
+
+
+def test_diagnoses_are_right(tmp_path):
+    rows = quick("diagnose", tmp_path)["rows"]
+    assert [r["k"] for r in rows] == [2, 3, 4, 2] and all(r["share"] == 1 for r in rows)
 
 
 def test_models_of_a_mixed_regression_are_held_to_the_oracle():
@@ -212,3 +220,28 @@ def test_clients_that_mix_two_groups_are_served_by_mixtures(tmp_path):
 def test_the_grid_of_problems_runs_in_several_processes(tmp_path):
     rows = quick("robustness", tmp_path)["rows"]
     assert [(r["method"], r["right"]) for r in rows] == [("IFCA", "1 of 1"), ("CFL", "1 of 1")]
+
+
+@needs_cheese
+def test_random_effects_serve_a_table_as_mixed_lm_does_and_better_than_groups(tmp_path):
+    result = quick("tables", tmp_path)
+    error, (table,) = {row["way"]: row["MSE"] for row in result["rows"]}, result["tables"]
+    assert error["random effects"] < error["one for all + personal"] < error["one each"] < error["2 groups"]
+    assert table["MixedLM"]["converged"] == 1 and abs(table["MixedLM"]["ours above (%)"][0]) < 1
+    assert table["above best (%)"] < 3
+
+
+def test_a_mixed_model_that_takes_too_long_is_given_up():
+    federation = ct.data.varying_regression(clients=5, rows=4, features=2)
+    assert mixed_lm(federation, limit=0.01) == {"failed": "not done after 0 s"}
+
+
+def test_groups_win_where_they_are_sharp_random_effects_where_clients_vary_and_the_mixture_in_both(tmp_path):
+    result = quick("sharing", tmp_path)
+    one, vary, sharp, lost = result["rows"]
+    assert sharp["hard groups"] < sharp["random effects"] and vary["random effects"] < vary["one for all"]
+    assert lost["random effects"] < lost["hard groups"]
+    for row in (sharp, lost):
+        assert row["groups of random effects"] < 1.5 * min(row["hard groups"], row["random effects"])
+    assert [row["k found"] for row in (one, vary, sharp)] == [[1], [1], [2]]
+    assert result["k right"] == result["k asked"] == 3
