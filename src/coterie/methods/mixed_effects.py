@@ -99,8 +99,8 @@ class MixedEffects(Method):
         tied: Whether all components have one Σ, or each its own.
         restarts: Starts for each k > 1 that run side by side; every four rounds the less likely half is given up.
         at_most: The largest k that "auto" tries.
-        tol: The run ends once a round raises no fit's log-likelihood by more, in nats over all clients: far less than 1 is
-            within its standard errors.
+        tol: The run ends once no fit gains more log-likelihood in a round, summed over all clients. What is far below 1
+            is within standard errors.
 
     Example:
         >>> import coterie as ct
