@@ -49,9 +49,8 @@ from coterie.parts.random_effects import (
     seeds,
     started,
     turned,
-    values_of,
 )
-from coterie.parts.residuals import features
+from coterie.parts.residuals import values_of
 
 LARGEST = 50  # parameters up to which Σ is full by default
 FIRST = 30  # iterations at most of the one-component fit that others start from
@@ -194,7 +193,7 @@ class MixedEffects(Method):
 
         def run(sent: Sent, local: Local) -> Reply:
             rows, found = _known(task, sent, local.data)
-            each = found.loglik / rows.count.clamp(min=1) - sent.frame.unit.log()
+            each = found.loglik / rows.number.clamp(min=1) - sent.frame.unit.log()
             note = {"component": found.evidence.argmax(-1), "loss": -each}
             return Reply(contribution(sent.mixture, rows, found), note=note)
 
@@ -248,9 +247,9 @@ class MixedEffects(Method):
     def effects(self, state: State) -> Effects:
         """What was learnt in the units of the data: μ with standard errors, Σ, σ², and shares of variation."""
         mixture, at = self.fitted(state), self.best(state)
-        known = exact(state.information[at])[: mixture.mean.shape[1]]
-        frame = tree_map(exact, state.frame)
-        return Effects.of(tree_map(exact, mixture), known, frame, state.like, noisy=state.noisy)
+        known = state.information[at][: mixture.mean.shape[1]]
+        mixture, known, frame = tree_map(exact, (mixture, known, state.frame))
+        return Effects.of(mixture, known, frame, state.like, noisy=state.noisy)
 
     def report(self, state: State) -> str:
         """The effects as a table."""
@@ -296,7 +295,7 @@ class MixedEffects(Method):
         sent: Sent = self.served(state).message
         rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
         _, found = _known(task, sent, data or rows._replace(mask=torch.zeros_like(rows.mask)))
-        phi = sent.frame.features(features(task, rows).double())
+        phi = sent.frame.features(values_of(task, rows)[:, :-1])
         return sent.frame.unit * found.deviations(sent.mixture, phi)[0]
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
@@ -394,7 +393,7 @@ def _known(task: Task, sent: Sent, data: Data) -> tuple[Rows, Posterior]:
     """A client's rows in the units of the run, and what it knows of itself under every component of every fit."""
     if task.jacobian is not None:
         return laplace(sent.mixture, sent.frame.features(task.jacobian(data.x).double()), data)
-    rows = sent.frame.rows(task, data)
+    rows = sent.frame.rows(values_of(task, data), data.mask.sum())
     return rows, posterior(sent.mixture, rows)
 
 
