@@ -161,7 +161,7 @@ class MixedEffects(Method):
 
     def doubts(self, state: State, cohort: Cohort) -> Iterator[str]:
         """Whether EM was still on its way."""
-        if (gain := float(state.gain[self.best(state)])) > ROUGH and state.round:
+        if (gain := float(state.gain[self.best(state)])) > ROUGH and state.round > 1:
             yield f"the log-likelihood still rose by {gain:.2g} in the last round: more rounds are needed"
 
     # --- what clients do ---------------------------------------------------------------------------------------------
