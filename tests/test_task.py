@@ -206,3 +206,29 @@ def test_an_ensemble_has_no_ensemble():
     task = ct.Task.classifier(ct.models.Linear(4, 2)).ensemble()
     with pytest.raises(ValueError, match="only a task made from a module"):
         task.ensemble()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_features_of_a_linear_layer_are_the_gradients_that_another_form_of_it_has(bias):
+    """A layer and nothing else is recognised; as a formula it is not, and is differentiated."""
+
+    class Formula(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(6, 1, bias=bias)
+
+        def forward(self, x):
+            out = (x.flatten(1) * self.inner.weight).sum(1, keepdim=True)
+            return out + self.inner.bias if bias else out
+
+    x = torch.randn(7, 2, 3)
+    layer = ct.Task.regressor(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 1, bias=bias)))
+    formula = ct.Task.regressor(Formula())
+    assert torch.allclose(layer.features(x), formula.features(x)) and layer.features(x).shape == (7, 6 + bias)
+    many = torch.randn(4, 7, 2, 3)
+    assert torch.equal(torch.func.vmap(layer.features)(many)[2], layer.features(many[2]))
+
+
+def test_features_of_two_layers_are_not_those_of_the_first():
+    task = ct.Task.regressor(torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(1, 1)))
+    assert task.features(torch.randn(5, 3)).shape == (5, 6)

@@ -329,7 +329,7 @@ class Task:
             metric=metric,
             check=own.check,
             first_layer=own.first_layer,
-            features=features_of(output, own.pure.shapes) if own.loss is squared_error else None,
+            features=features_of(output, own.pure.shapes, own.first_layer) if own.loss is squared_error else None,
             jacobian=jacobian_of(output, own.pure.shapes) if own.loss is cross_entropy else None,
             train=own.training,
             functions=own,

@@ -25,10 +25,11 @@ from coterie.engines.store import Store
 
 
 class Stage(NamedTuple):
-    """A step of an exchange, and the rows on which it runs."""
+    """A step of an exchange, the rows on which it runs, and how many of them each client has."""
 
     step: ClientStep
     part: str
+    sizes: Tensor
 
 
 class Part(NamedTuple):
@@ -133,7 +134,10 @@ class LocalEngine(Engine):
     def stages(self, exchange: Exchange) -> list[Stage]:
         """What a client does, one thing after the other; each gets what the one before it would have sent."""
         first = [] if exchange.first is None else [exchange.first]
-        return [Stage(derived(step, self.task), part) for step, part in (*first, (exchange.step, exchange.part))]
+        return [
+            Stage(derived(step, self.task), part, self.federation.part(part).sizes[exchange.clients])
+            for step, part in (*first, (exchange.step, exchange.part))
+        ]
 
     def answer(self, stages: list[Stage]) -> Answer:
         """All stages as one function of what a client is sent, and of what it may look at in each of them."""
@@ -150,16 +154,16 @@ class LocalEngine(Engine):
         clients, kept = exchange.clients[at], exchange.ledger.memory
         memory = stack_padded([kept.get(i, ()) for i in clients.tolist()]) if kept else ()
         return tuple(
-            Local(self.store.rows(stage.part, clients), self._draws(stage, exchange, clients), memory)
-            for stage in stages
+            Local(self.store.rows(stage.part, clients), self._draws(stage, exchange, at), memory) for stage in stages
         )
 
-    def _draws(self, stage: Stage, exchange: Exchange, clients: Tensor) -> Any:
-        """The random numbers of some clients in one stage, stacked."""
-        draw, sizes = stage.step.draw, self.federation.part(stage.part).sizes[clients].tolist()
+    def _draws(self, stage: Stage, exchange: Exchange, at: Tensor) -> Any:
+        """The random numbers of the clients at these positions in one stage, stacked."""
+        draw = stage.step.draw
         if draw is None:
             return ()
-        each = [draw(n, self.client_key(i), exchange.when) for i, n in zip(clients.tolist(), sizes, strict=True)]
+        clients = zip(exchange.clients[at].tolist(), stage.sizes[at].tolist(), strict=True)
+        each = [draw(n, self.client_key(i), exchange.when) for i, n in clients]
         return tree_map(lambda x: x.to(self.device), stack_padded(each))
 
     def _parts(self, exchange: Exchange) -> Iterator[Part]:
