@@ -188,9 +188,12 @@ def test_a_wide_standard_error_excuses_little():
 
 
 def test_simplicity_is_in_the_order_that_is_documented():
-    soft = ct.FedX(k=2, soft=True)
-    order = [ct.FedAvg(), ct.IFCA(k=2), ct.FedX(k=3), ct.CFL(), soft, ct.LocalOnly()]
-    assert [Simplicity.of(a) < Simplicity.of(b) for a, b in pairwise(order)] == [True] * 5
+    order = [
+        ct.FedAvg(), ct.Personal(ct.FedAvg()), ct.MixedEffects(), ct.IFCA(k=2), ct.FedX(k=3), ct.CFL(),
+        ct.Personal(ct.IFCA(k=2)), ct.FedEM(k=2), ct.FedX(k=3, soft=True), ct.MixedEffects(k=2),
+        ct.MixedEffects(k="auto"), ct.LocalOnly(),
+    ]  # fmt: skip
+    assert all(Simplicity.of(a) < Simplicity.of(b) for a, b in pairwise(order))
     assert Simplicity.of(ct.IFCA(k=1)) == Simplicity.of(ct.FedAvg())
 
 
@@ -199,7 +202,7 @@ def test_a_candidate_that_fails_is_listed_and_not_recommended():
     row = next(row for row in found.rows if row.name == "diverges")
     assert "no longer finite" in row.failed and "diverges failed: " in str(found) and found.recommended == "3 groups"
     with pytest.raises(ValueError, match="compare: all candidates failed: diverges failed: "):
-        str(ct.compare({"diverges": ct.FedAvg(lr=1e6)}, TASK, grouped(6), rounds=8, seeds=1))
+        ct.compare({"diverges": ct.FedAvg(lr=1e6)}, TASK, grouped(6), rounds=8, seeds=1)
 
 
 # --- compare --------------------------------------------------------------------------------------------------------
@@ -221,6 +224,22 @@ def test_three_sharp_groups_are_found(compared):
 def test_one_group_is_not_clustered():
     found = ct.compare(WAYS, TASK, regressions(torch.ones(24, D)), rounds=15, seeds=2)
     assert found.recommended == "one for all" and found.reason.startswith("Do not cluster: ")
+
+
+def test_personal_levels_are_not_clustered():
+    """Every client has a level of its own, so that groups and one model for all are off, and one each has few rows."""
+    generator = torch.Generator().manual_seed(0)
+    clients = []
+    for level in 2 * torch.randn(24, generator=generator):
+        x = torch.randn(6, D, generator=generator)
+        clients.append((x, x.sum(1) + level + 0.5 * torch.randn(6, generator=generator)))
+    one = ct.FedX(k=1)
+    ways = {"one": one, "personal": ct.Personal(one), "effects": ct.MixedEffects(), "3 groups": ct.FedX(k=3)}
+    alone = {"alone": ct.LocalOnly(refine="least_squares")}
+    found = ct.compare({**ways, **alone}, TASK, ct.Federation.from_clients(clients), rounds=30, seeds=2)
+    assert found.recommended in ("personal", "effects") and found.reason.startswith("Do not cluster: ")
+    rows = {row.name: row for row in found.rows}
+    assert rows["effects"].hurt_alone.share < 0.5 < rows["one"].hurt_alone.share
 
 
 def test_new_clients_of_cfl_are_placed_by_their_own_rows():
@@ -250,7 +269,8 @@ def test_a_comparison_is_shown(compared, tmp_path):
 
 
 def test_choose_k_finds_the_number_of_groups(tmp_path):
-    found = ct.choose_k(ct.FedX(k=1), TASK, grouped(), ks=(1, 3, 4), rounds=15, seeds=2)
+    found = ct.choose_k(ct.Personal(ct.FedX(k=1)), TASK, grouped(), ks=(1, 3, 4), rounds=15, seeds=2)
+    assert found.method == ct.Personal(ct.FedX(k=3))
     assert isinstance(found, ChosenK) and found.k == 3 and found.recommended == "k = 3"
     found.plot(tmp_path / "k.svg")
     assert (tmp_path / "k.svg").is_file()
@@ -423,3 +443,14 @@ def test_folders_and_files_do_not_mix(config, coterie, tmp_path):
     assert "--picture goes with run folders" in coterie("compare", file, "--picture", "a.png")[2]
     assert "--out and --jobs go with a TOML file" in coterie("compare", "runs", "--jobs", "2")[2]
     assert "there is no such file" in coterie("compare", "b.toml")[2]
+
+
+def test_an_interrupted_comparison_says_how_to_go_on(config, coterie, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choosing, "compare", interrupted)
+    code, _, err = coterie("compare", config(FILE))
+    assert code == 130 and "what is done is in runs/a-compare: to go on, run the same command again" in err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in coterie("compare", "a.toml")[2]

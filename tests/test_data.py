@@ -110,6 +110,30 @@ def test_mixture_keeps_a_share():
         assert float(kept) == pytest.approx(p, abs=0.05)
 
 
+@pytest.mark.parametrize("clients", [8, 11])
+def test_mixed_groups_exchange_rows_in_pairs(clients):
+    digits = ct.data.digits(clients, seed=0)
+    sizes = (4, 4, 3) if clients == 11 else 4
+    plain = ct.data.rotate(digits, sizes)
+    groups, turned = plain.groups.tolist(), plain.train.x
+    for p in (0.0, 0.5, 1.0):
+        mixed = ct.data.mixed_groups(plain, p=p, seed=1)
+        assert torch.equal(mixed.train.offsets, plain.train.offsets) and mixed.groups.tolist() == groups
+        alone = 0
+        for i in range(clients):
+            own = mixed.train.client(i)[0]
+            whose = [int((x == turned).flatten(1).all(1).nonzero()[0]) for x in own]
+            owners = [int((plain.train.offsets <= row).sum()) - 1 for row in whose]
+            others = {j for j in owners if j != i}
+            assert len(others) <= 1 and all(groups[j] != groups[i] for j in others)
+            alone += not others
+            if others:
+                assert owners.count(i) / len(owners) == pytest.approx(p, abs=0.02)
+        assert alone == (clients if p == 1 else clients % 2)
+    again = ct.data.mixed_groups(plain, p=0.5, seed=2)
+    assert not torch.equal(again.train.x, ct.data.mixed_groups(plain, p=0.5, seed=1).train.x)
+
+
 def test_linear_mixture_is_what_it_says():
     federation = ct.data.linear_mixture(4, 50, 20, 2, 0.5, 0.0, seed=2)
     truth = linear_truth(20, 2, 0.5, 2)
@@ -142,6 +166,8 @@ def test_linear_mixture_is_what_it_says():
             "rows must be 1 to 4, for 9 rows are dealt to 2 clients, got 5",
         ),
         (lambda: ct.data.mixture(ct.data.digits(2), p=2), "p must be between 0 and 1, got 2"),
+        (lambda: ct.data.mixed_groups(ct.data.rotated_digits(4), p=-1), "p must be between 0 and 1, got -1"),
+        (lambda: ct.data.mixed_groups(ct.data.digits(4)), "no group may have more than half of the 4 clients, but one"),
     ],
 )
 def test_bad_requests(make, message):

@@ -11,7 +11,11 @@ import coterie as ct
 from coterie.cli.main import app
 from coterie.data.regression import regression_truth
 from coterie.engines import ENGINES
+from coterie.runs import diagnosis
 from coterie.runs.metrics import matched_accuracy
+from coterie.runs.support import support
+from coterie_lab.reproduce import experiments
+from coterie_lab.reproduce.diagnoses import cell, simulated
 
 SIGMAS = (0.1, 0.5, 1.0, 2.0)
 
@@ -29,11 +33,18 @@ def fitted(federation, k=2, d=5, **more):
     return ct.fit(ct.FedX(k=k, **more), linear(d), federation, rounds=30, evaluations=1)
 
 
+def figures(federation, run):
+    """A diagnosis whose search for groups asks a few clients only: for tests of the paper's figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnosis, "support", lambda cohort, theta, share: support(cohort.only(range(30)), theta, share))
+        return ct.diagnose(federation, run)
+
+
 @pytest.fixture(scope="module", params=SIGMAS)
 def case(request):
     federation = mixture(sigma=request.param)
     run = fitted(federation)
-    return request.param, federation, run, ct.diagnose(federation, run)
+    return request.param, federation, run, figures(federation, run)
 
 
 def test_figures_against_the_truth(case):
@@ -60,7 +71,7 @@ def test_three_models_are_predicted_nearly_as_well(sigma, within):
     federation = mixture(k=3, d=8, sigma=sigma, pairs=600)
     run = fitted(federation, 3, 8)
     wrong = 1 - matched_accuracy(run.labels, federation.groups.numpy())
-    assert ct.diagnose(federation, run)["mislabelled clients"] == pytest.approx(wrong, abs=within)
+    assert figures(federation, run)["mislabelled clients"] == pytest.approx(wrong, abs=within)
 
 
 def test_a_hard_choice_does_not_flatter_the_figures():
@@ -70,25 +81,116 @@ def test_a_hard_choice_does_not_flatter_the_figures():
     own = torch.stack([m["weight"].flatten() for m in run.models])
     truth = float(torch.pdist(regression_truth(2, 5, seed=1)))
     assert float(torch.pdist(own)) > 1.4 * truth
-    found = ct.diagnose(federation, run)
+    found = figures(federation, run)
     assert found["Δ"] == pytest.approx(truth, rel=0.1) and found["σ"] == pytest.approx(2.0, rel=0.05)
 
 
 def test_the_verdict_on_good_and_on_hopeless_data():
-    good = ct.diagnose(federation := mixture(sigma=0.1), fitted(federation))
-    assert good.supported and good.verdict.endswith("The data support 2 groups.")
-    hopeless = ct.diagnose(federation := mixture(sigma=3.0, rest=0), fitted(federation))
-    assert not hopeless.supported
+    sizes = {"pairs": 60, "rest": 60, "anchors": 5}
+    good = ct.diagnose(federation := mixture(sigma=0.1, **sizes), fitted(federation))
+    assert good.supported and good.groups == 2 and good.verdict.endswith("The data support 2 groups.")
+    assert "2 groups against one that varies: Δ BIC = " in good.verdict
+    hopeless = ct.diagnose(federation := mixture(sigma=3.0, **sizes | {"rest": 0}), fitted(federation))
+    assert not hopeless.supported and hopeless.groups == 1
     assert "over 20% of the clients would be mislabelled, and models 0 and 1 are the closest" in hopeless.verdict
     assert "The bound ν exceeds 1 with its constants set to 1, and says nothing." in hopeless.verdict
 
 
-@pytest.mark.parametrize(("clients", "rows", "d"), [(60, 2, 10), (300, 2, 10), (100, 5, 20), (100, 20, 5)])
+@pytest.mark.parametrize(("clients", "rows", "d"), [(60, 2, 10), (100, 20, 5)])
 def test_two_groups_are_not_found_in_one(clients, rows, d):
     federation = mixture(k=1, d=d, sigma=0.3, pairs=0, anchors=0, rest=clients, rest_rows=(rows,))
     found = ct.diagnose(federation, fitted(federation, d=d))
-    assert found["evidence"] < 0 and not found.supported
-    assert "one model for all explains them as well" in found.verdict
+    assert found["evidence"] < 0 and not found.supported and found.groups == 1
+    assert "fewer groups, in which clients vary, explain them as well" in found.verdict
+    assert found.verdict.endswith("They support 1 group, in which all clients may have the same model.")
+
+
+# --- groups, or clients that vary ------------------------------------------------------------------------------------
+
+USUAL = experiments()["diagnose"]["usual"] | {"clients": [40, 40], "d": [3, 3], "rows": [15, 20]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "k"),
+    [
+        ({"groups": 3}, 2),
+        ({"groups": 3, "within": 0.2}, 3),
+        ({"groups": 3}, 4),
+        ({"groups": 2, "outliers": 1}, 3),
+        ({"intercept": 0.5}, 2),
+        ({"within": 2.0}, 2),
+        ({"line": 1.0}, 2),
+        ({"skew": 0.5}, 2),
+        ({"noise_by_client": 1.0}, 2),
+        ({"dof": 3.0}, 2),
+        ({"outliers": 1}, 2),
+    ],
+    ids=str,
+)
+def test_groups_are_told_from_clients_that_vary(kind, k):
+    found = cell(USUAL | {"name": "test"} | kind, k, 0)
+    assert found["right"] and found["groups"] == kind.get("groups", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [
+        ({}, "The data support 1 group, in which all clients may have the same model."),
+        ({"within": 2.0}, "The data support 1 group, in which clients merely vary."),
+        ({"groups": 2}, "The data support 1 group, and more: they support 2."),
+    ],
+    ids=str,
+)
+def test_one_group(kind, ending):
+    federation = simulated(USUAL | {"name": "test"} | kind, 0)
+    found = ct.diagnose(federation, fitted(federation, 1, 3))
+    assert found.supported and found.verdict.endswith(ending)
+    with pytest.raises(KeyError, match="no figure 'evidence'"):
+        found["evidence"]
+
+
+def test_features_of_any_scale_and_dependent_ones():
+    federation = simulated(USUAL | {"name": "test", "groups": 2}, 0)
+
+    def changed(i, x, y):
+        return torch.cat([x * torch.tensor([1e-3, 1.0, 1e3]), x[:, :1]], 1), y
+
+    found = ct.diagnose(clients := federation.map(changed), fitted(clients, 2, 4))
+    assert found.supported and found.groups == 2
+
+
+def classified(k, **kind):
+    federation = simulated(USUAL | {"name": "test", "classes": 3} | kind, 0)
+    task = ct.Task.classifier(ct.models.Linear(3, 3))
+    return federation, ct.fit(ct.IFCA(k=k, lr=0.5), task, federation, rounds=15, evaluations=1)
+
+
+@pytest.mark.parametrize(("groups", "k"), [(1, 2), (2, 2), (2, 3)])
+@pytest.mark.filterwarnings("ignore")
+def test_classifiers_are_judged_by_held_out_rows(groups, k):
+    federation, run = classified(k, groups=groups, noise=0.2)
+    found = ct.diagnose(federation, run)
+    assert found.supported == (k <= groups) and found.groups is None and not found.by_rows
+    assert (found["against a merge"] > 3 * found["± merge"]) == found.supported
+    if found.supported:
+        assert found.verdict.endswith(f"The data support {k} groups.")
+    else:
+        assert "serves their clients as well" in found.verdict
+
+
+def test_one_classifier_and_classifiers_without_test_rows():
+    federation, run = classified(1)
+    found = ct.diagnose(federation, run)
+    assert found.supported and [f.name for f in found.figures] == ["loss", "p_min"]
+    points = ct.Federation(federation.train, federation.test)
+    with pytest.raises(ValueError, match="KFED groups points, not clients"):
+        ct.diagnose(points, ct.fit(ct.KFED(2), None, points, rounds=1))
+    bare = ct.Federation(federation.train)
+    with pytest.raises(ValueError, match="judged by test rows, which the federation does not have"):
+        ct.diagnose(bare, run)
+
+
+# --- the paper's figures ---------------------------------------------------------------------------------------------
 
 
 def by_hand(*sizes):
@@ -137,15 +239,15 @@ def test_kappa_of_fedprox_and_of_others():
 
 @pytest.fixture(scope="module")
 def small():
-    federation = mixture(pairs=10, rest=20, anchors=3, sigma=0.2)
-    run = ct.fit(ct.FedX(k=2), linear(5), federation, rounds=3, executor="sequential")
+    federation = mixture(d=2, pairs=0, rest=8, rest_rows=(6, 8), anchors=3, anchor_rows=10, sigma=0.2)
+    run = ct.fit(ct.FedX(k=2), linear(2), federation, rounds=3, executor="sequential")
     return federation, ct.diagnose(federation, run)
 
 
 @pytest.mark.parametrize("executor", [name for name in ENGINES if name != "sequential"])
 def test_executors_agree_and_nothing_is_charged(executor, small):
     federation, reference = small
-    run = ct.fit(ct.FedX(k=2), linear(5), federation, rounds=3, executor=executor)
+    run = ct.fit(ct.FedX(k=2), linear(2), federation, rounds=3, executor=executor)
     spent = run._cohort.ledger.bytes_up
     found = ct.diagnose(federation, run)
     assert run._cohort.ledger.bytes_up == spent
@@ -163,7 +265,7 @@ def test_other_methods_and_other_clients_of_the_same_kind(algorithm):
 
 
 def test_a_cluster_that_nobody_chooses():
-    federation = mixture()
+    federation = mixture(pairs=60, rest=60, anchors=4)
     start = [{"weight": torch.full((1, 5), v), "bias": torch.zeros(1)} for v in (0.1, -0.1, 1000.0)]
     found = ct.diagnose(federation, fitted(federation, 3, init=start))
     assert not found.supported and "no client chooses model 2" in found.verdict
@@ -184,7 +286,7 @@ def test_a_cluster_with_too_few_rows():
 
 
 def test_rows_without_noise():
-    federation = mixture(sigma=0.0)
+    federation = mixture(sigma=0.0, pairs=60, rest=60, anchors=4)
     found = ct.diagnose(federation, fitted(federation))
     assert found.supported and found["σ"] < 1e-3 and found["mislabelled clients"] < 1e-3
 
@@ -192,22 +294,17 @@ def test_rows_without_noise():
 def test_it_says_what_it_cannot_diagnose():
     federation = mixture(pairs=20, rest=10, anchors=2)
     run = fitted(federation)
-    with pytest.raises(ValueError, match="diagnose: the run has one cluster only"):
-        ct.diagnose(federation, fitted(federation, 1))
     with pytest.raises(ValueError, match="does not take rows of shape"):
         ct.diagnose(mixture(d=4), run)
     with pytest.raises(ValueError, match="there are 12 rows, too few for 2 models with 12 parameters together"):
         ct.diagnose(federation.select(range(26, 32)), run)
-    signs = federation.map(lambda i, x, y: (x, (y > 0).long()))
-    with pytest.raises(ValueError, match="diagnose: the task must be a regression"):
-        ct.diagnose(signs, ct.fit(ct.IFCA(k=2), ct.Task.classifier(ct.models.Linear(5, 2)), signs, rounds=1))
     curved = ct.Task.regressor(ct.models.MLP(5, 3, 1))
-    with pytest.raises(ValueError, match="whose model is linear in its parameters"):
+    with pytest.raises(ValueError, match="the model is no linear regression, so it is judged by test rows"):
         ct.diagnose(federation, ct.fit(ct.IFCA(k=2), curved, federation, rounds=1))
 
 
 def test_it_prints_a_table_and_the_verdict():
-    federation = mixture()
+    federation = mixture(pairs=30, rest=30, anchors=4)
     found = ct.diagnose(federation, fitted(federation))
     lines = str(found).splitlines()
     assert lines[0].split()[0] == "Δ" and lines[0].endswith("Section 3, after (1)")

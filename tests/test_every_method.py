@@ -62,6 +62,8 @@ VARIANTS = {
     "gradients": {"schedule": (1, 3), "patience": 1, "compare": "gradient", "linkage": "complete"},
     "kept_adam": {"optimiser": ct.Adam(keep=True), "lr": 0.01, "fraction": 0.5},
     "server_yogi": {"server": ct.Yogi(), "server_lr": 0.1},
+    "on_ifca": {"method": ct.IFCA(3, tau=3, init=ct.FarthestFirst(steps=4)), "strengths": (0.0, 1.0), "steps": (2,)},
+    "on_cfl": {"method": ct.CFL(tau=3, schedule=(1, 3), patience=1), "steps": (2,), "lr": 0.05},
     "by_bic": {"k": "auto", "at_most": 3},
     "narrow": {"covariance": "diagonal"},
     "untied": {"tied": False},
@@ -70,7 +72,7 @@ VARIANTS = {
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
 FLOWN = (
     "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed",
-    "kept_adam", "server_yogi", "by_bic", "narrow",
+    "kept_adam", "server_yogi", "by_bic", "narrow", "on_ifca",
 )  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.
 SAMPLED = {"stop_and_resume", "renumbering_clients_renumbers_labels"}

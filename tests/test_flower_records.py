@@ -117,6 +117,7 @@ REQUIRED = {  # the settings that have no default
     "method.ifca": {"k": 2},
     "method.kfed": {"k": 2},
     "method.mixed_regression": {"k": 2},
+    "method.personal": {"method": {"name": "method.fedavg"}},
     "method.uifca": {"k": 2},
     "service.point_scorer": {"algorithm": {"name": "method.kfed", "k": 2}, "groups": 2},
 }
@@ -124,6 +125,7 @@ REQUIRED = {  # the settings that have no default
 STEPS_SENT = [
     ct.IFCA(k=3, shared=("a", "b"), batch=4).step,
     ct.IFCA(k=2, init=FarthestFirst(clients=5)).choose,
+    ct.Personal(ct.IFCA(k=2, init=FarthestFirst(clients=5)), steps=(1, 2)).personalise,
     ct.FedX(k=2, lr=None).curvature,
     ct.FedX(k=2, refine="conjugate").product_step,
     ct.MixedRegression(k=2, init=ct.MomentDescent(clients=12, noise=0.1)).step,

@@ -66,6 +66,11 @@ def test_both_phases_bear_other_covariances_and_a_small_cluster(tmp_path):
     assert row["found"] == row["at most 1.5 oracle"] == 2
 
 
+def test_diagnoses_are_right(tmp_path):
+    rows = quick("diagnose", tmp_path)["rows"]
+    assert [r["k"] for r in rows] == [2, 3, 4, 2] and all(r["share"] == 1 for r in rows)
+
+
 def test_models_of_a_mixed_regression_are_held_to_the_oracle():
     problem = {"data": {"name": "mixed_regression", "k": 2, "d": 5, "sigma": 0.1, "toeplitz": 0.8}}
     cells = {}
@@ -204,6 +209,12 @@ def test_images_and_their_representations_are_grouped(tmp_path, monkeypatch):
     rows = {(r["data"], r["method"]): r for r in quick("uifca-table43", tmp_path)["rows"]}
     assert len(rows) == 4 and all(25 <= r["purity"] <= 100 for r in rows.values())
     assert rows["rotations", "k-FED + UIFCA, affine, shrunk"]["purity"] > 50
+
+
+def test_clients_that_mix_two_groups_are_served_by_mixtures(tmp_path):
+    rows = quick("fedem-mixed", tmp_path)["rows"]
+    assert [r["method"] for r in rows] == ["IFCA, k = 2", "FedEM, k = 2"]
+    assert all(r["ours"] > 70 for r in rows)
 
 
 def test_the_grid_of_problems_runs_in_several_processes(tmp_path):

@@ -43,6 +43,7 @@ CASES = {
     "minibatch": ct.IFCA(2, tau=3, batch=4),
     "half": ct.IFCA(2, tau=3, fraction=0.5, patience=1),
     "restarts": ct.IFCA(2, tau=3, restarts=2, init="random"),
+    "soft": ct.FedEM(2, tau=3, batch=4, fraction=0.5),
     "alone": ct.LocalOnly(fraction=0.5),
     "one_client": ct.FedAvg(fraction=0.0, weights="size"),  # fewer clients than processes
     "doubtful": Doubtful(2, tau=3),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.core.uplink import Quantise
     from coterie.methods.cfl import CFL
     from coterie.methods.clustergan import ClusterGAN
+    from coterie.methods.ditto import Ditto
     from coterie.methods.fedavg import FedAvg
     from coterie.methods.fedem import FedEM
     from coterie.methods.fedx import FedX
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.mixed_effects import MixedEffects
     from coterie.methods.mixed_regression import MixedRegression
     from coterie.methods.moment_descent import MomentDescent
+    from coterie.methods.personal import Personal
     from coterie.methods.uifca import UIFCA, Disturbed
     from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups

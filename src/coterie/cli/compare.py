@@ -11,6 +11,7 @@ import typer
 from coterie.cli import show as display
 from coterie.cli.files import read_toml, write_json
 from coterie.cli.options import Json
+from coterie.engines import ranks
 
 
 def compare(
@@ -65,8 +66,14 @@ def _file(config: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     from coterie.runs.choosing import compare as compare_candidates
     from coterie.runs.config import build_comparison
 
+    if ranks.world() > 1:
+        raise ValueError("a comparison starts its own processes; start it without torchrun")
     asked = build_comparison(read_toml(config))
-    found = compare_candidates(asked.candidates, asked.task, asked.federation, jobs=jobs, out=out, **asked.options)
+    try:
+        found = compare_candidates(asked.candidates, asked.task, asked.federation, jobs=jobs, out=out, **asked.options)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"interrupted; what is done is in {out}: to go on, run the same command again\n")
+        raise
     content = found.as_dict()
     write_json(out / "comparison.json", content)
     found.plot(out / "comparison.png")

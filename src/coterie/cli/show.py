@@ -93,6 +93,8 @@ def _page(view: View) -> Column:
         parts.append(_clusters(view))
     if view.tree:
         parts.append(Text("\n".join(drawn(view.tree)) + "\n"))
+    if view.result and view.result.get("report"):
+        parts.append(Text(view.result["report"] + "\n"))
     if view.history:
         parts.append(_rounds(view.history, view.metric))
     return Column(*parts, Text(f"settings: {view.config['algorithm']}", style="dim"))

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 
 from coterie.core.key import Key
+from coterie.core.losses import cross_entropy
 from coterie.core.pytree import Params, flat
 
 if TYPE_CHECKING:
@@ -40,6 +41,46 @@ def features_of(
         return flat(vmap(grad(of_row), in_dims=(None, 0))(zero, x))
 
     return phi
+
+
+def jacobian_of(
+    output: Callable[[Params, Tensor], Tensor], shapes: dict[str, torch.Size]
+) -> Callable[[Tensor], Tensor]:
+    """φ of each of a model's outputs: rows (n, …) to features (n, c, d).
+
+    Args:
+        output: `output(params, x)` of the model.
+        shapes: Of its parameters.
+    """
+
+    def phi(x: Tensor) -> Tensor:
+        zero = {name: x.new_zeros(shape) for name, shape in shapes.items()}
+
+        def of_row(params: Params, row: Tensor) -> Tensor:
+            return output(params, row[None]).flatten()
+
+        return flat(vmap(jacrev(of_row), in_dims=(None, 0))(zero, x), 2)
+
+    return phi
+
+
+def is_linear_classifier(task: Task, x: Tensor) -> bool:
+    """Whether a task's logits are ⟨φ_c(x), θ⟩ and its loss is cross-entropy, tried on some rows."""
+    from coterie.core.task import Data
+
+    if task.jacobian is None:
+        return False
+    rows = Data(x, torch.zeros(len(x), dtype=torch.long), torch.ones(len(x)))
+    try:
+        phi = task.jacobian(x)
+        for j in range(2):
+            theta = {name: p.to(x.dtype) for name, p in task.init(Key.of(j)).items()}
+            given, expected = task.loss(theta, rows), cross_entropy(phi @ flat(theta, 0), rows.y)
+            if not torch.allclose(given, expected, rtol=1e-3, atol=1e-5):
+                return False
+    except RuntimeError:  # its outputs are no logits, or it takes rows together
+        return False
+    return True
 
 
 def is_linear(task: Task, x: Tensor) -> bool:

@@ -167,6 +167,10 @@ class Method(ABC):
         """The models on the way to the clusters' models, for methods that split; None for others."""
         return None
 
+    def report(self, state: Any) -> str | None:
+        """What was learnt besides models and clusters, as text; None where there is nothing."""
+        return None
+
     def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
         """What speaks against the result when a run ends, a sentence each. Clients may be asked, uncharged."""
         yield from ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.core.checks import check_density, check_labels, check_targets, check_words
-from coterie.core.features import features_of
+from coterie.core.features import features_of, jacobian_of
 from coterie.core.first_layer import FirstLinear
 from coterie.core.key import Key
 from coterie.core.losses import cross_entropy, squared_error, word_cross_entropy
@@ -67,6 +67,7 @@ class Task:
         features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
             side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
             `coterie.core.features`. None for other tasks.
+        jacobian: `jacobian(x)` is the same for each logit (n, c, d), under cross-entropy; None for other tasks.
         from_moments: `from_moments(mean, covariance)` are the likeliest parameters of a density that has a closed form;
             None for others.
         location: Names of a density's parameters that say where its rows lie rather than how they are spread.
@@ -96,6 +97,7 @@ class Task:
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
     first_layer: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
     features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    jacobian: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
     location: tuple[str, ...] = ()
     networks: Networks | None = field(default=None, repr=False)
@@ -328,6 +330,7 @@ class Task:
             check=own.check,
             first_layer=own.first_layer,
             features=features_of(output, own.pure.shapes) if own.loss is squared_error else None,
+            jacobian=jacobian_of(output, own.pure.shapes) if own.loss is cross_entropy else None,
             train=own.training,
             functions=own,
             predict=predict,

@@ -6,6 +6,7 @@ from coterie.data.disturbance import noisy_labels, offset_targets, outliers, shi
 from coterie.data.heterogeneity import (
     dirichlet,
     keep_labels,
+    mixed_groups,
     mixture,
     permute_labels,
     quantity_skew,
@@ -25,8 +26,8 @@ from coterie.data.synthetic import linear_mixture, varying_regression
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
-    "linear_mixture", "mapped", "mixed_regression", "mixture", "mnist", "mnist_digits", "mnist_rotations",
-    "newsgroups", "noisy_labels", "offset_targets", "outliers", "panel", "permute_labels", "permuted_digits",
-    "quantity_skew", "random_background", "regression_truth", "rotate", "rotated_digits", "rotated_mnist",
-    "rotnet_features", "shift_features", "subspace_clusters", "swap_labels", "varying_regression",
+    "linear_mixture", "mapped", "mixed_groups", "mixed_regression", "mixture", "mnist", "mnist_digits",
+    "mnist_rotations", "newsgroups", "noisy_labels", "offset_targets", "outliers", "panel", "permute_labels",
+    "permuted_digits", "quantity_skew", "random_background", "regression_truth", "rotate", "rotated_digits",
+    "rotated_mnist", "rotnet_features", "shift_features", "subspace_clusters", "swap_labels", "varying_regression",
 ]  # fmt: skip

@@ -150,6 +150,42 @@ def mixture(federation: Federation, p: float = 1.0, seed: int = 0) -> Federation
 
 
 @change
+def mixed_groups(federation: Federation, p: float = 0.5, seed: int = 0) -> Federation:
+    """Give every client rows of two groups: clients of different groups exchange rows in pairs.
+
+    Partners are drawn at random. The groups of clients stay those that they had.
+
+    Args:
+        federation: Clients of several groups, of which none has more than half of the clients. If their number is odd,
+            one has no partner and keeps its rows.
+        p: The fraction of its rows that a client keeps; the larger of two partners keeps more.
+        seed: Seed of the choice of partners and rows.
+
+    Example:
+        >>> from coterie.data.digits import digits
+        >>> federation = mixed_groups(rotate(digits(8), 4), p=0.5)
+        >>> federation.groups.tolist(), federation.train.sizes.tolist()[:2]
+        ([0, 0, 1, 1, 2, 2, 3, 3], [180, 180])
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"mixed_groups: p must be between 0 and 1, got {p}")
+    pairs = _partners(federation, Key.of(seed))
+
+    def mixed(part: Packed, stream: int) -> Packed:
+        order = torch.arange(len(part.x))
+        for i, j in pairs:
+            few = round((1 - p) * int(min(part.sizes[i], part.sizes[j])))
+            drawn = (
+                torch.randperm(int(part.sizes[c]), generator=Key.of(seed).fold(stream, c).generator()) for c in (i, j)
+            )
+            mine, yours = (part.offsets[c] + rows[:few] for c, rows in zip((i, j), drawn, strict=True))
+            order[mine], order[yours] = yours, mine
+        return part._replace(x=part.x[order], y=part.y[order])
+
+    return replace(federation, train=mixed(federation.train, 0), test=federation.test and mixed(federation.test, 1))
+
+
+@change
 def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
     """Split the clients into equal blocks, each of which keeps only the rows of its own labels.
 
@@ -180,6 +216,22 @@ def keep_labels(federation: Federation, blocks: int = 2) -> Federation:
             labels = [c for c in range(classes) if c * blocks // classes == part[i]]
             raise ValueError(f"keep_labels: {federation.name(i)} has no train rows with labels {labels}")
     return federation.map(lambda i, x, y: (x[own(i, y)], y[own(i, y)]))
+
+
+def _partners(federation: Federation, key: Key) -> list[tuple[int, int]]:
+    """Random pairs of clients of different groups: always of the two that have most clients without a partner."""
+    m, g = len(federation), key.generator()
+    groups = torch.zeros(m, dtype=torch.long) if federation.groups is None else federation.groups
+    order = torch.randperm(m, generator=g)
+    piles = [order[groups[order] == own].tolist() for own in groups.unique()]
+    if 2 * (most := max(map(len, piles))) > m + 1:
+        raise ValueError(f"mixed_groups: no group may have more than half of the {m} clients, but one has {most}")
+    pairs: list[tuple[int, int]] = []
+    for _ in range(m // 2):
+        left = torch.tensor([len(pile) for pile in piles]) + torch.rand(len(piles), generator=g)
+        i, j = (piles[own].pop() for own in left.topk(2).indices.tolist())
+        pairs.append((i, j))
+    return pairs
 
 
 def number_of(groups: Groups) -> int:

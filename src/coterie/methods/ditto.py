@@ -27,8 +27,8 @@ class Ditto(Personal):
         >>> federation = ct.data.rotated_digits(clients=8, seed=0)
         >>> task = ct.Task.classifier(ct.models.MLP(64, 32, 10))
         >>> run = ct.fit(ct.Ditto(), task, federation, rounds=3, seed=0)
-        >>> len(run.models), run.score > 0.5
-        (1, True)
+        >>> run.score > ct.fit(ct.FedAvg(), task, federation, rounds=3, seed=0).score
+        True
     """
 
     method: Method = field(default_factory=FedAvg)

@@ -41,6 +41,7 @@ from coterie.parts.starts import Start, find_start
 from coterie.parts.tournament import Tournament
 
 TINY = torch.finfo(torch.float32).tiny
+LEAST = 1e-3  # share of all rows that every component is given
 
 
 class Sent(NamedTuple):
@@ -117,7 +118,8 @@ class FedEM(LocalTraining, ServerStep, Method):
         never, none = torch.full((cohort.population,), -1), torch.zeros(self.k, dtype=torch.long)
         first = 0.0 if _is_squared(task) else 1.0
         temperature = first if self.temperature is None else self.temperature
-        return State(theta, _smooth(none), never, none, temperature, 0, self.begin_server(theta, task))
+        even = _shares(torch.ones(self.k))
+        return State(theta, even, never, none, temperature, 0, self.begin_server(theta, task))
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """Lines 2 to 10."""
@@ -129,7 +131,7 @@ class FedEM(LocalTraining, ServerStep, Method):
         labels[chosen.clients] = sums.note["label"]
         after = State(
             theta=theta,
-            share=_smooth(sums.weight.cpu()),
+            share=_shares(sums.weight.cpu()),
             labels=labels,
             members=self._counted(labels) if sums.members is None else sums.members,
             temperature=self._next_temperature(state, sums, cohort.task),
@@ -208,7 +210,11 @@ class FedEM(LocalTraining, ServerStep, Method):
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """The component that a client has most of, which may have taken no part in training."""
-        return int(self._share(task, self._broadcast(state), data).argmax())
+        return int(self.shares(state, task, data).argmax())
+
+    def shares(self, state: State, task: Task, data: Data) -> Tensor:
+        """π: how much of each component is in a client's rows (k,), which only who has these can tell."""
+        return self._share(task, self._broadcast(state), data)
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Shares are found anew in every round; only the label is noted, where the server knows the others'."""
@@ -260,9 +266,10 @@ def mixture(losses: Tensor, mask: Tensor, share: Tensor, temperature: Tensor) ->
     return Mixed(both.softmax(0) * mask, own, (each * mask).sum() / mask.sum().clamp(min=1))
 
 
-def _smooth(weight: Tensor) -> Tensor:
-    """Shares by weights (k,), with one more for each: a component that nobody has now may be somebody's later."""
-    return (weight + 1.0) / (weight + 1.0).sum()
+def _shares(weight: Tensor) -> Tensor:
+    """Shares by weights (k,). None is 0: a component that nobody has now may be somebody's later."""
+    share = (weight / weight.sum()).clamp(min=LEAST)
+    return share / share.sum()
 
 
 def _losses(task: Task, theta: Params, data: Data) -> Tensor:

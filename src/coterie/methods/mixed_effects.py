@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.features import is_linear
+from coterie.core.features import is_linear, is_linear_classifier
 from coterie.core.key import Key
 from coterie.core.method import Method, Needs, Report, Served
 from coterie.core.pytree import Outer, Params, exact, take, tree_map, unflat
@@ -31,9 +31,13 @@ from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.core.train import Models
+from coterie.parts.effects import Effects
+from coterie.parts.laplace import laplace, linearised
 from coterie.parts.random_effects import (
     Frame,
     Mixture,
+    Posterior,
+    Rows,
     bic,
     contribution,
     first_mixture,
@@ -44,8 +48,9 @@ from coterie.parts.random_effects import (
     scattered,
     seeds,
     started,
-    values_of,
+    turned,
 )
+from coterie.parts.residuals import features
 
 LARGEST = 50  # parameters up to which Σ is full by default
 FIRST = 30  # iterations at most of the one-component fit that others start from
@@ -70,9 +75,11 @@ class State(NamedTuple):
     size: Tensor  # the components of each (f,)
     loglik: Tensor  # of each, before the last M-step (f,)
     gain: Tensor  # of the log-likelihood, in the last round (f,)
+    bics: Tensor  # the lowest of fits with 1, 2, … components so far
     information: Tensor  # that the last round had about each μ (f, k, d, d), or the diagonal of it (f, k, d)
     frame: Frame
     like: Params  # a model, for the shapes of its parameters
+    noisy: bool  # whether σ² is a parameter: not of a classifier
     labels: Tensor  # each client's likeliest component in the best fit (m,), -1 where it is hidden
     round: int
     done: bool
@@ -125,21 +132,24 @@ class MixedEffects(Method):
         none = torch.zeros_like(
             mixture.mean if mixture.diagonal else mixture.mean[..., None] * mixture.mean[..., None, :]
         )
-        labels = torch.full((cohort.population,), -1)
-        return State(mixture, size, unknown, -unknown, none, frame, like, labels, 0, False)
+        bics = torch.full((max(sizes),), torch.inf, dtype=torch.float64)
+        labels, noisy = torch.full((cohort.population,), -1), self._noise(task) is None
+        return State(mixture, size, unknown, -unknown, bics, none, frame, like, noisy, labels, 0, False)
 
     def round(self, state: State, cohort: Cohort) -> tuple[State, Report]:
         """One iteration of EM, for all fits."""
-        sums = cohort.combine(self.step, Sent(state.mixture, state.frame))
+        sent = Sent(turned(state.mixture, state.round), state.frame)
+        sums = cohort.combine(self.step, sent)
         total = _total(sums)
         after = state._replace(
-            mixture=maximised(tree_map(exact, state.mixture), total),
+            mixture=self._improved(sent.mixture, total, cohort.task),
             loglik=total["loglik"],
             gain=total["loglik"] - exact(state.loglik),
             information=total["information"],
             round=state.round + 1,
         )
         best = self.best(after)
+        after = after._replace(bics=state.bics.cpu().scatter_reduce(0, after.size - 1, self.criterion(after), "amin"))
         labels = state.labels.clone()
         labels[cohort.clients] = sums.note["component"][:, best]
         return self._pruned(after._replace(labels=labels), cohort), Report(cohort.clients, sums.note["loss"][:, best])
@@ -149,13 +159,9 @@ class MixedEffects(Method):
         return state.done
 
     def doubts(self, state: State, cohort: Cohort) -> Iterator[str]:
-        """Whether EM was still on its way, and components that next to nobody is in."""
-        if not state.done and state.round:
-            best = self.best(state)
-            yield (
-                f"the log-likelihood still rose by {float(state.gain[best]):.2g} in the last round: more rounds are "
-                "needed"
-            )
+        """Whether EM was still on its way."""
+        if (gain := float(state.gain[self.best(state)])) > ROUGH and state.round:
+            yield f"the log-likelihood still rose by {gain:.2g} in the last round: more rounds are needed"
 
     # --- what clients do ---------------------------------------------------------------------------------------------
 
@@ -164,7 +170,7 @@ class MixedEffects(Method):
         """The logs of the sizes of features and targets, which may be anything."""
 
         def run(_: Any, local: Local) -> Reply:
-            values = values_of(task, local.data).square().sum(0) / local.data.mask.sum()
+            values = _values(task, local.data).square().sum(0) / local.data.mask.sum()
             seen = (values > 0).double()
             return Reply({"log": 0.5 * values.clamp(min=torch.finfo(values.dtype).tiny).log() * seen, "seen": seen})
 
@@ -175,7 +181,7 @@ class MixedEffects(Method):
         """Second moments of features and targets that are divided by their sizes."""
 
         def run(size: Tensor, local: Local) -> Reply:
-            values = values_of(task, local.data) / size
+            values = _values(task, local.data) / size
             return Reply({"moments": Outer(values, values), "rows": local.data.mask.sum().double()})
 
         return ClientStep(run)
@@ -185,8 +191,7 @@ class MixedEffects(Method):
         """The E-step: what the client adds to the sums of every fit."""
 
         def run(sent: Sent, local: Local) -> Reply:
-            rows = sent.frame.rows(task, local.data)
-            found = posterior(sent.mixture, rows)
+            rows, found = _known(task, sent, local.data)
             each = found.loglik / rows.count.clamp(min=1) - sent.frame.unit.log()
             note = {"component": found.evidence.argmax(-1), "loss": -each}
             return Reply(contribution(sent.mixture, rows, found), note=note)
@@ -199,7 +204,7 @@ class MixedEffects(Method):
         like = task.init(Key.of(0))
 
         def run(sent: Sent, local: Local) -> Reply:
-            found = posterior(sent.mixture, sent.frame.rows(task, local.data))
+            _, found = _known(task, sent, local.data)
             theta = sent.frame.parameters(found.mean(sent.mixture)[0])
             return Reply(Models(unflat(theta.to(local.data.mask), like), label=found.evidence[0].argmax()))
 
@@ -210,7 +215,7 @@ class MixedEffects(Method):
         """The client's likeliest component."""
 
         def run(sent: Sent, local: Local) -> Reply:
-            return Reply(slot=posterior(sent.mixture, sent.frame.rows(task, local.data)).evidence[0].argmax())
+            return Reply(slot=_known(task, sent, local.data)[1].evidence[0].argmax())
 
         return ClientStep(run)
 
@@ -238,6 +243,17 @@ class MixedEffects(Method):
         theta = state.frame.parameters(self.fitted(state).mean[0])
         return unflat(theta.to(next(iter(state.like.values()))), state.like)
 
+    def effects(self, state: State) -> Effects:
+        """What was learnt in the units of the data: μ with standard errors, Σ, σ², and shares of variation."""
+        mixture, at = self.fitted(state), self.best(state)
+        known = state.information[at][: mixture.mean.shape[1]]
+        parts = tree_map(exact, (mixture, known, state.frame))
+        return Effects.of(*parts, state.like, noisy=state.noisy)
+
+    def report(self, state: State) -> str:
+        """The effects as a table."""
+        return str(self.effects(state))
+
     def labels(self, state: State) -> Tensor:
         """Every client's likeliest component, -1 where a secure sum hides it."""
         return state.labels
@@ -263,8 +279,7 @@ class MixedEffects(Method):
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """The likeliest component of one client, old or new."""
-        sent: Sent = self.served(state).message
-        return int(posterior(sent.mixture, sent.frame.rows(task, data)).evidence[0].argmax())
+        return int(_known(task, self.served(state).message, data)[1].evidence[0].argmax())
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Newcomers count from the next round on."""
@@ -273,24 +288,28 @@ class MixedEffects(Method):
         return state._replace(labels=torch.cat([state.labels, own]), done=False)
 
     def deviations(self, state: State, task: Task, data: Data | None, x: Tensor) -> Tensor:
-        """σ² and what is not known of the client's parameters, for each row: eq. (11)."""
+        """By noise, and by what is not known of the client's parameters: eq. (11)."""
+        if task.features is None:
+            raise ValueError("MixedEffects: only predictions of a regression have standard deviations")
         sent: Sent = self.served(state).message
         rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
-        known = data or rows._replace(mask=torch.zeros_like(rows.mask))
-        found = posterior(sent.mixture, sent.frame.rows(task, known))
-        return sent.frame.unit * found.deviations(sent.mixture, sent.frame.rows(task, rows).phi[0, 0])[0]
+        _, found = _known(task, sent, data or rows._replace(mask=torch.zeros_like(rows.mask)))
+        phi = sent.frame.features(features(task, rows).double())
+        return sent.frame.unit * found.deviations(sent.mixture, phi)[0]
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
 
     def _sizes(self, task: Task, cohort: Cohort) -> list[int]:
         """The numbers of components to try."""
-        if not is_linear(task, cohort.federation.train.x[:2]):
+        x = cohort.federation.train.x[:2]
+        if not is_linear(task, x) and not is_linear_classifier(task, x):
             raise ValueError(
-                "MixedEffects: the task must be a regression with one output whose model is linear in its parameters, "
-                "such as Task.regressor(models.Linear(d, 1)); for others use Personal(FedAvg()) or FedEM"
+                "MixedEffects: the task must be a regression with one output or a classifier, with a model that is "
+                f"linear in its parameters, such as Task.regressor(models.Linear({x[0].numel()}, 1)); for others use "
+                "Personal(FedAvg()) or FedEM"
             )
         if self.k == "auto":
-            return list(range(1, min(self.at_most, cohort.population) + 1))
+            return list(range(1, max(1, min(self.at_most, cohort.population // 2)) + 1))  # one client is no group
         if self.k > cohort.population:
             m = cohort.population
             raise ValueError(f"MixedEffects: k must be at most the number of clients, {m}, got {self.k}")
@@ -302,24 +321,36 @@ class MixedEffects(Method):
         size = (sums["log"] / sums["seen"].clamp(min=1)).exp()
         if self.covariance == "full" or (self.covariance == "auto" and d <= LARGEST):
             sums = _total(cohort.combine(self.moments, size))
-            return framed(size, sums["moments"], sums["rows"])
+            return framed(size, sums["moments"], sums["rows"], self._noise(cohort.task))
         if self.covariance == "auto":
             cohort.log(f"covariance=diagonal: a full one of {d} parameters has {d * (d + 1) // 2:,} numbers")
         basis = torch.where(sums["seen"] > 0, 1 / size, 0.0)[:-1]
-        return Frame(basis, size[-1]), first_mixture(torch.zeros_like(basis), diagonal=True)
+        noise = self._noise(cohort.task)
+        unit = size[-1] if noise is None else torch.ones_like(size[-1])
+        return Frame(basis, unit), first_mixture(torch.zeros_like(basis), noise, diagonal=True)
+
+    def _noise(self, task: Task) -> float | None:
+        """σ² where it is no parameter: classes have none besides their probabilities."""
+        return 1.0 if task.features is None else None
+
+    def _improved(self, mixture: Mixture, sums: dict[str, Tensor], task: Task) -> Mixture:
+        """The M-step."""
+        return maximised(tree_map(exact, mixture), sums, learn_noise=self._noise(task) is None)
 
     def _starts(self, sizes: list[int], sent: Sent, cohort: Cohort, key: Key) -> list[Mixture]:
         """Where fits of so many components begin: by k-means++ among the centres of an iteration with many."""
         one, last = sent, -torch.inf
         for t in range(FIRST):  # one component, as far as it matters
+            one = one._replace(mixture=turned(one.mixture, t))
             sums = _total(cohort.fold(t).combine(self.step, one))
-            one = one._replace(mixture=maximised(one.mixture, sums))
+            one = one._replace(mixture=self._improved(one.mixture, sums, cohort.task))
             if float(sums["loglik"]) - last < ROUGH:
                 break
             last = float(sums["loglik"])
         many = min(MANY * max(sizes), cohort.population)
         wide = sent._replace(mixture=scattered(one.mixture, many, SCATTERS, key.fold(0).generator()))
-        found = maximised(wide.mixture, _total(cohort.fold(FIRST).combine(self.step, wide)))
+        sums = _total(cohort.fold(FIRST).combine(self.step, wide))
+        found = self._improved(wide.mixture, sums, cohort.task)
         centres, weight = found.mean.flatten(0, 1), found.share.flatten()
         return [
             started(one.mixture, seeds(centres, weight, k, self.restarts, key.fold(k).generator()), max(sizes))
@@ -344,10 +375,28 @@ class MixedEffects(Method):
     def _say(self, state: State, cohort: Cohort) -> None:
         """Log how likely each number of components is."""
         if self.k == "auto":
-            value = self.criterion(state)
-            each = [(k, float(value[state.size == k].min())) for k in state.size.unique().tolist()]
-            told = ", ".join(f"{k}: {x:.1f}" for k, x in each)
+            told = ", ".join(f"{k}: {x:.1f}" for k, x in enumerate(state.bics.tolist(), 1))
             cohort.log(f"k={int(state.size[self.best(state)])} has the lowest BIC ({told})")
+
+
+def _values(task: Task, data: Data) -> Tensor:
+    """φ and y side by side (n, p + 1), 0 for padding; of a classifier, those of a regression like it around θ = 0."""
+    if task.jacobian is not None:
+        phi = task.jacobian(data.x).double()
+        rows, off = linearised(torch.zeros_like(phi[..., 0]), phi, data)
+        return torch.cat([rows, off[:, None]], 1)
+    phi, y = features(task, data), data.y.reshape(-1, 1)
+    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
+
+
+def _known(task: Task, sent: Sent, data: Data) -> tuple[Rows, Posterior]:
+    """A client's rows in the units of the run, and what it knows of itself under every component of every fit."""
+    if task.jacobian is not None:
+        return laplace(sent.mixture, sent.frame.features(task.jacobian(data.x).double()), data)
+    values = _values(task, data)
+    phi, y = sent.frame.features(values[:, :-1]), values[:, -1] / sent.frame.unit
+    rows = Rows(phi[None, None], y[None, None], data.mask.sum().double())
+    return rows, posterior(sent.mixture, rows)
 
 
 def _total(sums: Sums) -> dict[str, Tensor]:

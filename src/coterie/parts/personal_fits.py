@@ -107,22 +107,29 @@ def _ridge(phi: Tensor, errors: Tensor, level: Tensor, spread: Tensor) -> _Fits:
         level: The direction (d,) in which parameters change the output by the same number for all rows.
         spread: Of changes beforehand (c, 2): along that direction, and otherwise.
     """
-    other = spread[:, 1, None, None]
-    more = spread[:, 0, None, None] - other
-    psi = other * phi + more * (phi @ level)[:, None] * level  # (c, n, d)
-    n, d = phi.shape
-    if n <= d:
-        outer = torch.eye(n).to(phi) + psi @ psi.mT
-        inverse = torch.linalg.inv(outer)
-        rest, own = inverse @ errors, inverse.diagonal(dim1=1, dim2=2)
-        found = psi.mT @ rest
-    else:
-        outer = torch.eye(d).to(phi) + psi.mT @ psi
-        half = psi @ torch.linalg.inv(outer)
-        found = half.mT @ errors
-        rest, own = errors - psi @ found, 1 - (half * psi).sum(-1)
-    change = other * found + more * level[:, None] * (level @ found)[:, None]
-    return _Fits(change, rest / own[..., None], (errors * rest).sum(1), torch.logdet(outer)[:, None])
+    few = phi.shape[0] <= phi.shape[1]
+    values, vectors = torch.linalg.eigh(phi @ phi.mT if few else phi.mT @ phi)  # once for all candidates
+    values, basis = values.clamp(min=0), vectors if few else phi @ vectors
+    other = spread[:, 1, None].square()
+    more = spread[:, 0, None, None].square() - other[..., None]  # along the level: C⁻¹ has one more term, of rank 1
+    shrink = other * (values if few else 1) / (1 + other * values)
+
+    def left(v: Tensor) -> Tensor:
+        return v - basis @ (shrink[..., None] * (basis.mT @ v))  # (c, n, k)
+
+    offset = (phi @ level)[:, None]
+    moved = left(offset)
+    bulk = more * (offset * moved).sum(1, keepdim=True)
+    gain = more / (1 + bulk)
+    rest = left(errors) - gain * moved * (moved.mT @ errors)
+    own = 1 - (basis.square() @ shrink.mT).mT[..., None] - gain * moved.square()
+    found = phi.mT @ rest
+    return _Fits(
+        change=other[..., None] * found + more * level[:, None] * (level @ found)[:, None],
+        left_out=rest / own,
+        surprise=(errors * rest).sum(1),
+        volume=(other * values).log1p().sum(1, keepdim=True) + bulk[:, 0].log1p(),
+    )
 
 
 def _likely(found: _Fits, rows: Tensor, rounding: Tensor) -> Tensor:

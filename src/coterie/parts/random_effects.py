@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from coterie.core.key import Key
 from coterie.core.pytree import Outer
-from coterie.core.task import Data, Task
 from coterie.parts.least_squares import NARROW, least_squares
-from coterie.parts.residuals import features
 
 QUIET = 1e-8  # the least σ², where the residuals of one model for all have variance 1
 EMPTY = 1e-6  # clients: a component with fewer stays where it is
@@ -50,12 +49,6 @@ class Frame(NamedTuple):
         """The covariance of a model's own parameters (…, p, p), from that in these units (…, d, d)."""
         basis = self.basis.diag() if self.basis.dim() == 1 else self.basis
         return self.unit.square() * (basis @ spread @ basis.mT)
-
-    def rows(self, task: Task, data: Data) -> Rows:
-        """A client's rows in these units."""
-        values = values_of(task, data)
-        phi, y = self.features(values[:, :-1]), values[:, -1] / self.unit
-        return Rows(phi[None, None], y[None, None], data.mask.sum().double())
 
 
 class Mixture(NamedTuple):
@@ -89,6 +82,7 @@ class Mixture(NamedTuple):
 class Conditional(NamedTuple):
     """Of u given y and a component: Cov u = (I + zᵀz)⁻¹ with z = φL/σ, by the smaller of zᵀz and zzᵀ."""
 
+    z: Tensor  # φL (f, h, n, d)
     half: Tensor  # A (f, h, …, d): Cov u = AᵀA, or I - AᵀA where there are fewer rows than features
     few: bool  # whether there are
     volume: Tensor  # log det(I + zᵀz) (f, h)
@@ -97,8 +91,8 @@ class Conditional(NamedTuple):
     @classmethod
     def of(cls, mixture: Mixture, phi: Tensor) -> Self:
         """What follows from rows φ (…, n, d), 0 for padding."""
-        white = phi / mixture.noise[:, None, None, None].sqrt()
-        z, (n, d) = mixture.stretched(white), phi.shape[-2:]
+        rows, deviation = mixture.stretched(phi), mixture.noise[:, None, None, None].sqrt()
+        z, white, (n, d) = rows / deviation, phi / deviation, phi.shape[-2:]
         few = n < d
         small = (z @ z.mT if few else z.mT @ z) + torch.eye(min(n, d), dtype=z.dtype, device=z.device)
         root = torch.linalg.cholesky(small)
@@ -106,11 +100,11 @@ class Conditional(NamedTuple):
         white = white.expand(*z.shape[:2], n, d)
         if few:
             white = torch.linalg.solve_triangular(root, white, upper=False)
-            return cls(mixture.stretched(white), few, volume, Outer(white, white))
+            return cls(rows, mixture.stretched(white), few, volume, Outer(white, white))
         whole = torch.eye(d, dtype=z.dtype, device=z.device).expand_as(root)
         half = torch.linalg.solve_triangular(root, whole, upper=False)
         less = half @ (z.mT @ white)
-        return cls(half, few, volume, Outer(torch.cat([white, -less], -2), torch.cat([white, less], -2)))
+        return cls(rows, half, few, volume, Outer(torch.cat([white, -less], -2), torch.cat([white, less], -2)))
 
     def times(self, v: Tensor) -> Tensor:
         """Cov u · v (f, k, d), for v (f, k, d)."""
@@ -174,12 +168,6 @@ class Rows(NamedTuple):
     count: Tensor  # how many there are
 
 
-def values_of(task: Task, data: Data) -> Tensor:
-    """φ and y side by side (n, p + 1), 0 for padding."""
-    phi, y = features(task, data), data.y.reshape(-1, 1)
-    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
-
-
 def along(rows: Tensor, v: Tensor) -> Tensor:
     """⟨row, v⟩ (f, k, n), for rows (f', k', n, d) and v (f, k, d)."""
     return v @ rows[:, 0].mT if rows.shape[1] == 1 else (rows @ v[..., None])[..., 0]
@@ -194,7 +182,7 @@ def posterior(mixture: Mixture, rows: Rows) -> Posterior:
     """The E-step of one client."""
     off, noise = rows.y - along(rows.phi, mixture.mean), mixture.noise[:, None]  # r_j = y - φμ_j (f, k, n)
     given = Conditional.of(mixture, rows.phi)
-    push = pull(mixture.stretched(rows.phi), off) / noise[..., None]  # Lᵀφᵀr_j/σ² (f, k, d)
+    push = pull(given.z, off) / noise[..., None]  # Lᵀφᵀr_j/σ² (f, k, d)
     u = given.times(push)  # (1)
     misfit = off.square().sum(-1) / noise - (push * u).sum(-1)  # r_jᵀΩ⁻¹r_j
     evidence = -0.5 * (misfit + given.volume + rows.count * (math.log(2 * math.pi) + noise.log()))  # (2)
@@ -204,8 +192,7 @@ def posterior(mixture: Mixture, rows: Rows) -> Posterior:
 def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, Any]:
     """What one client adds to the sums that the M-step needs: eq. (5)."""
     h, w, u = mixture.factor.shape[1], found.share, found.u
-    phi, off = rows.phi, rows.y - along(rows.phi, mixture.mean)
-    z = mixture.stretched(phi)  # φL (f, h, n, d)
+    phi, z, off = rows.phi, found.given.z, rows.y - along(rows.phi, mixture.mean)
 
     def pooled(x: Tensor) -> Tensor:
         """Over the components that share a covariance, by how likely the client is of each."""
@@ -235,6 +222,19 @@ def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, An
         "lift": pooled(lift),
         "information": Outer(w[..., None, None] * fisher.left, fisher.right.expand(*w.shape, -1, -1)),
     }
+
+
+def turned(mixture: Mixture, t: int) -> Mixture:
+    """The same mixture by another factor LQ of the same Σ, with a rotation Q that follows from the round.
+
+    The M-step stretches Σ along the columns of its factor. Were these the same in every round, an axis that shrinks to
+    0 on its way to the likeliest Σ would stay there, whichever way it points.
+    """
+    if mixture.diagonal:
+        return mixture
+    d = mixture.mean.shape[-1]
+    q, r = torch.linalg.qr(torch.randn(d, d, generator=Key.of(t).generator(), dtype=torch.float64))
+    return mixture._replace(factor=mixture.factor @ (q * r.diagonal().sign()).to(mixture.factor))
 
 
 def maximised(mixture: Mixture, sums: dict[str, Tensor], learn_noise: bool = True) -> Mixture:
@@ -274,13 +274,11 @@ def _within(mixture: Mixture, sums: dict[str, Tensor], shift: Tensor) -> Tensor:
 
 
 def _factor(root: Tensor, within: Tensor) -> Tensor:
-    """L with LLᵀ = root · T · rootᵀ, along its principal axes: each of them is stretched by itself."""
+    """The symmetric L with LL = root · T · rootᵀ."""
     if root.dim() == 3:
         return root.abs() * within.clamp(min=0).sqrt()
     values, vectors = torch.linalg.eigh(root @ within @ root.mT)
-    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))  # an eigenvector has no sign of its own
-    # In the order of memory that a state has which was written and read again: products then have the same bits.
-    return (vectors * (largest.sign() * values.clamp(min=0).sqrt()[..., None, :])).contiguous()
+    return (vectors * values.clamp(min=0).sqrt()[..., None, :] @ vectors.mT).contiguous()
 
 
 def _expanded(mixture: Mixture, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,13 +307,14 @@ def _stretched_alone(mixture: Mixture, sums: dict[str, Tensor]) -> tuple[Tensor,
     return shape[..., None], torch.zeros_like(mixture.mean), off
 
 
-def framed(size: Tensor, moments: Tensor, rows: Tensor) -> tuple[Frame, Mixture]:
+def framed(size: Tensor, moments: Tensor, rows: Tensor, noise: float | None = None) -> tuple[Frame, Mixture]:
     """Units in which features are uncorrelated and of size 1, and where EM begins: one model for all.
 
     Args:
         size: By which features and targets were divided first (p + 1,).
         moments: Their second moments after that, summed over all rows (p + 1, p + 1).
         rows: How many there are.
+        noise: σ² in the targets' own units, where it is known: then these are kept.
     """
     mean = moments / rows
     scale = mean.diagonal().sqrt()
@@ -325,17 +324,24 @@ def framed(size: Tensor, moments: Tensor, rows: Tensor) -> tuple[Frame, Mixture]
     there = values > NARROW * values[-1]
     basis = vectors[:, there] / values[there].sqrt()
     effect = basis.mT @ mean[:-1, -1]
-    left = (mean[-1, -1] - effect.square().sum()).clamp(min=NARROW).sqrt()  # of targets of size 1
-    frame = Frame((basis / (size * scale)[:-1, None]).contiguous(), left * (size * scale)[-1])
-    return frame, first_mixture(effect / left, diagonal=False)
+    whole = (size * scale)[-1]
+    left = (mean[-1, -1] - effect.square().sum()).clamp(min=NARROW).sqrt() if noise is None else 1 / whole
+    frame = Frame((basis / (size * scale)[:-1, None]).contiguous(), left * whole)
+    return frame, first_mixture(effect / left, noise, diagonal=False)
 
 
-def first_mixture(mean: Tensor, *, diagonal: bool) -> Mixture:
-    """Where EM begins: at one model for all, whose residuals are half noise and half clients' own effects."""
+def first_mixture(mean: Tensor, noise: float | None = None, *, diagonal: bool) -> Mixture:
+    """Where EM begins: at one model for all, whose residuals are half noise and half clients' own effects.
+
+    Args:
+        mean: Its parameters (d,).
+        noise: σ² where it is known.
+        diagonal: Whether Σ is.
+    """
     d = len(mean)
     factor = torch.full((d,), (0.5 / max(d, 1)) ** 0.5, dtype=mean.dtype)
     factor = factor if diagonal else factor.diag()
-    return Mixture(mean.new_ones(1, 1), mean[None, None], factor[None, None], mean.new_full((1,), 0.5))
+    return Mixture(mean.new_ones(1, 1), mean[None, None], factor[None, None], mean.new_full((1,), noise or 0.5))
 
 
 def scattered(mixture: Mixture, k: int, count: int, generator: torch.Generator) -> Mixture:

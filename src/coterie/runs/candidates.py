@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from coterie.core.features import is_linear
 from coterie.core.federation import Federation
 from coterie.core.method import Method
-from coterie.core.registry import known, named
 from coterie.core.task import Task
+from coterie.methods.cfl import CFL
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.fedem import FedEM
+from coterie.methods.fedx import FedX
+from coterie.methods.ifca import IFCA
+from coterie.methods.local_only import LocalOnly
+from coterie.methods.mixed_effects import MixedEffects
+from coterie.methods.personal import Personal
 
 LR = 0.1
 STEP = 0.45  # of the inverse of the largest curvature: what gradient descent on squared loss is sure to bear
+TINY = 1e-12  # curvature that is none
 LOOKED_AT = 1000  # clients at most whose curvature is looked at
 MANY = 10**6  # groups, for the order, where the method finds out how many
 
@@ -41,19 +49,18 @@ class Simplicity(NamedTuple):
             >>> sorted(order, key=Simplicity.of) == order
             True
         """
-        name, inner = named(type(method)), getattr(method, "method", None)
-        if name == "local_only":
+        if isinstance(method, LocalOnly):
             return cls(ALONE)
-        if name == "personal" and isinstance(inner, Method):
-            under = cls.of(inner)
+        if isinstance(method, Personal):
+            under = cls.of(method.method)
             return cls({ALL: PERSONAL, GROUPS: PERSONAL_GROUPS}.get(under.kind, under.kind), under.k)
-        k = 1 if name == "fedavg" else getattr(method, "k", MANY)
-        k = k if isinstance(k, int) else MANY
-        if name == "mixed_effects":
+        given = 1 if isinstance(method, FedAvg) else getattr(method, "k", None)
+        k = given if isinstance(given, int) else MANY
+        if isinstance(method, MixedEffects):
             return cls(EFFECTS if k == 1 else MIXED, k)
         if k == 1:
             return cls(ALL)
-        soft = name == "fedem" or bool(getattr(method, "soft", False))
+        soft = isinstance(method, FedEM) or bool(getattr(method, "soft", False))
         return cls(SOFT if soft else GROUPS, k)
 
 
@@ -72,34 +79,25 @@ def candidates(task: Task, federation: Federation, k: int = 4, lr: float | None 
             bears.
     """
     linear = is_linear(task, federation.train.x[:2])
-    size = (_bearable(task, federation) if linear else LR) if lr is None else lr
+    size, single = _bearable(task, federation) if linear and lr is None else (lr or LR,) * 2
     most = range(2, min(k, len(federation) // 2) + 1)
+    one: Method = FedX(k=1) if linear else FedAvg(lr=size)
+    groups = {f"{j} groups": FedX(k=j) if linear else IFCA(k=j, lr=size) for j in most}
+    hard = {"one for all": one, **groups, "CFL": CFL(lr=size)}
+    found: dict[str, Method] = {**hard, **{f"{name} + personal": Personal(method) for name, method in hard.items()}}
+    found |= {f"{j} soft groups": FedEM(k=j, lr=single) for j in most}
     if linear:
-        hard = {"one for all": _made("fedx", k=1), **{f"{j} groups": _made("fedx", k=j) for j in most}}
-    else:
-        hard = {"one for all": _made("fedavg", lr=size), **{f"{j} groups": _made("ifca", k=j, lr=size) for j in most}}
-    hard["CFL"] = _made("cfl", lr=size)
-    found: dict[str, Method | None] = {**hard}
-    found |= {f"{name} + personal": _made("personal", method=method) for name, method in hard.items()}
-    found |= {f"{j} soft groups": _made("fedem", k=j, lr=size) for j in most}
-    if linear:
-        found["random effects"] = _made("mixed_effects")
-        found["groups of random effects"] = _made("mixed_effects", k="auto")
-    found["one each"] = _made("local_only", lr=size, refine="least_squares" if linear else "steps")
-    there = {name: method for name, method in found.items() if method is not None}
-    return dict(sorted(there.items(), key=lambda entry: Simplicity.of(entry[1])))
+        found |= {"random effects": MixedEffects(), "groups of random effects": MixedEffects(k="auto")}
+    found["one each"] = LocalOnly(lr=size, refine="least_squares" if linear else "steps")
+    return dict(sorted(found.items(), key=lambda entry: Simplicity.of(entry[1])))
 
 
-def _made(name: str, **settings: Any) -> Method | None:
-    cls = known("method").get(name)
-    return None if cls is None else cls(**settings)
-
-
-def _bearable(task: Task, federation: Federation) -> float:
-    """The step size that squared loss bears at every client."""
+def _bearable(task: Task, federation: Federation) -> tuple[float, float]:
+    """The step sizes that squared loss bears: on the rows of every client, and on every single row."""
     assert task.features is not None
-    worst = 0.0
+    clients, rows = TINY, TINY
     for i in range(0, len(federation), -(-len(federation) // LOOKED_AT)):
         phi = task.features(federation.train.client(i)[0])
-        worst = max(worst, float(torch.linalg.matrix_norm(phi, 2)) ** 2 / len(phi))
-    return STEP / worst if worst else LR
+        clients = max(clients, float(torch.linalg.matrix_norm(phi, 2)) ** 2 / len(phi))
+        rows = max(rows, float(phi.square().sum(1).max()))
+    return STEP / clients, STEP / rows

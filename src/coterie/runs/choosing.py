@@ -20,6 +20,7 @@ from coterie.core.settings import validate
 from coterie.core.task import Task
 from coterie.engines import find_device, find_engine
 from coterie.methods.local_only import LocalOnly
+from coterie.methods.personal import Personal
 from coterie.runs.arguments import check_federation, check_method, check_task
 from coterie.runs.candidates import candidates as default_candidates
 from coterie.runs.comparison import Cell, ChosenK, Comparison, number_of_groups
@@ -136,8 +137,7 @@ def choose_k(
 
 
 def _with_k(method: Method, k: int) -> Method:
-    inner = getattr(method, "method", None)
-    changed = {"method": _with_k(inner, k)} if isinstance(inner, Method) else {"k": k}
+    changed = {"method": _with_k(method.method, k)} if isinstance(method, Personal) else {"k": k}
     return dataclasses.replace(method, **changed)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from coterie.core.card import in_bytes
 from coterie.core.method import Method
+from coterie.methods.personal import Personal
 from coterie.runs import plots
 from coterie.runs.candidates import ALL, ALONE, Simplicity
 from coterie.runs.display import spelled
@@ -66,8 +67,8 @@ class Figure(NamedTuple):
         2011): the variances over clients and over splits, less that of single values.
 
         Example:
-            >>> Figure.of(np.array([[1.0, 3.0, np.nan], [1.0, 3.0, 2.0]]))
-            Figure(mean=2.0, se=0.5773502691896258)
+            >>> Figure.of(np.array([[1.0, 3.0], [1.0, np.nan]]))
+            Figure(mean=2.0, se=1.0)
         """
         scored = ~np.isnan(values)
         if not scored.any():
@@ -122,6 +123,10 @@ class Comparison:
     methods: Mapping[str, Method]
     metric: str
     cells: Mapping[str, list[Cell]]
+
+    def __post_init__(self) -> None:
+        if not self._sound:
+            raise ValueError(f"compare: all candidates failed: {'; '.join(self._failures())}")
 
     # --- which one to take ---------------------------------------------------------------------------------------
 
@@ -236,10 +241,7 @@ class Comparison:
     @cached_property
     def _sound(self) -> list[str]:
         """The candidates that have figures on every split."""
-        sound = [n for n, own in self.cells.items() if all(c.failed is None for c in own)]
-        if not sound:
-            raise ValueError(f"compare: all candidates failed: {'; '.join(self._failures())}")
-        return sound
+        return [n for n, own in self.cells.items() if all(c.failed is None for c in own)]
 
     @cached_property
     def _least(self) -> float:
@@ -341,9 +343,8 @@ def number_of_groups(method: Method) -> int:
     Raises:
         ValueError: It has none.
     """
-    inner = getattr(method, "method", None)
-    if isinstance(inner, Method):
-        return number_of_groups(inner)
+    if isinstance(method, Personal):
+        return number_of_groups(method.method)
     if not isinstance(k := getattr(method, "k", None), int):
         raise ValueError(f"choose_k: {type(method).__name__} has no number of groups k that could be chosen")
     return k

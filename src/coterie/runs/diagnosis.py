@@ -6,6 +6,9 @@ Global Convergence of Federated Learning for Mixed Regression
 The models of a run whose clients choose the best of k lie too far apart, and leave too small residuals, where the
 groups overlap: a client takes the model that suits its noise. So Δ and σ are not read off the run: starting from its
 models, those of the greatest likelihood are found by expectation and maximisation, for which only sums are needed.
+
+Whether there are groups at all is not a question about these, but about `coterie.runs.support`. Models of other kinds
+are judged by rows that they were not trained on: `coterie.runs.held_out_support`.
 """
 
 from __future__ import annotations
@@ -20,22 +23,21 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.features import require_linear
+from coterie.core.features import is_linear
 from coterie.core.federation import Federation
 from coterie.core.method import Method
-from coterie.core.pytree import Outer, flat, take, tree_map
-from coterie.core.registry import register
-from coterie.core.step import ClientStep, Local, Reply, client_step
-from coterie.core.task import Data, Task
+from coterie.core.pytree import exact, flat, to_device
+from coterie.core.step import Reply
 from coterie.methods.fedx import FedX
+from coterie.parts.random_effects import QUIET, Mixture, maximised
+from coterie.runs.held_out_support import CLEARLY, ROUNDS, Gain, HeldOut, held_out
 from coterie.runs.run import Run
+from coterie.runs.support import CLEAR, VALLEY, Clients, Known, Observer, Support, support
 
 TOLERATED = 0.2  # the share of mislabelled clients up to which labels are worth having
 DISAGREE = 0.05  # the share of clients with another label under the likeliest models that the verdict mentions
 STEPS, SETTLED = 200, 1e-4  # of expectation and maximisation at most; the change of all models at which to stop
-NARROW = 1e-6  # the part of a second moment's largest eigenvalue below which a direction counts as not seen
 WIDTH = 112  # of the verdict, about that of the table
-LEAST = 1e-30  # a variance, where a model fits without any residual
 
 
 class Figure(NamedTuple):
@@ -53,14 +55,19 @@ class Diagnosis:
 
     Attributes:
         figures: The estimates. `diagnosis["Δ"]` is the value of one.
-        by_rows: The expected share of mislabelled clients among those with (least, most) rows.
-        supported: Whether the data support as many groups as the run has.
+        by_rows: The expected share of mislabelled clients among those with (least, most) rows; empty where models
+            are judged by held-out rows.
+        supported: Whether the data support as many groups as the run has: each of its models is needed. There may be
+            more groups.
+        groups: The number of groups that the data support, looking a few further than the run has; 1 where clients
+            have the same model or merely vary. None where models are judged by held-out rows.
         verdict: The same in words.
     """
 
     figures: tuple[Figure, ...]
     by_rows: dict[tuple[int, int], float]
     supported: bool
+    groups: int | None
     verdict: str
 
     def __getitem__(self, name: str) -> float:
@@ -76,60 +83,6 @@ class Diagnosis:
         return "\n".join([*lines, "", textwrap.fill(self.verdict, WIDTH)])
 
 
-class Mixture(NamedTuple):
-    """K regressions with Gaussian noise, of which each client has one."""
-
-    theta: Tensor  # (k, d)
-    share: Tensor  # of the clients (k,); 0 for a cluster that nobody chose
-    variance: Tensor  # σ²
-
-
-@register("observer", "service")
-@dataclass(frozen=True)
-class Observer:
-    """The client's side of a diagnosis."""
-
-    @client_step
-    def expect(self, task: Task) -> ClientStep:
-        """λ, how likely each model is the client's, and what the likeliest models follow from: all to be added up."""
-
-        def run(mixture: Mixture, local: Local) -> Reply:
-            phi, squares, rows = *_residuals(task, mixture.theta, local.data), local.data.mask.sum()
-            fits = mixture.share.log() - squares / (2 * mixture.variance)
-            share = fits.softmax(0)
-            update = {
-                "moment": Outer(share[:, None, None] * phi, phi.expand(len(share), *phi.shape)),
-                "product": share[:, None] * (phi.T @ (local.data.y.reshape(-1) * local.data.mask)),
-                "share": share,
-                "squares": share @ squares,
-                "likelihood": fits.logsumexp(0) - rows / 2 * (2 * math.pi * mixture.variance).log(),
-            }
-            return Reply(update)
-
-        return ClientStep(run)
-
-    @client_step
-    def look(self, task: Task) -> ClientStep:
-        """The label of (8), and the probability that noise makes another model look better than the true one.
-
-        It is exact for two models and Gaussian noise. Of more models it takes the comparisons for independent, which
-        gives too much where they go together, as they do unless one model lies between two others.
-        """
-
-        def run(mixture: Mixture, local: Local) -> Reply:
-            phi, squares = _residuals(task, mixture.theta, local.data)
-            chosen = mixture.share > 0
-            label = squares.where(chosen, torch.inf).argmin()
-            apart = (phi @ (mixture.theta - take(mixture.theta, label)).T).norm(dim=0)
-            others = chosen & (torch.arange(len(chosen), device=label.device) != label)
-            looks_better = torch.special.ndtr(-apart / (2 * mixture.variance.sqrt()))
-            wrong = -(-looks_better * others).log1p().sum().expm1()  # 1 - Π (1 - p)
-            note = {"wrong": wrong.clamp(max=1 - 1 / chosen.sum()), "squares": take(squares, label)}
-            return Reply(slot=label, note=note)
-
-        return ClientStep(run)
-
-
 class _Facts(NamedTuple):
     """All that the figures and the verdict are made of."""
 
@@ -139,7 +92,7 @@ class _Facts(NamedTuple):
     theta: Tensor  # the likeliest models (k, d)
     sigma: float
     seen: Tensor  # the root mean square over all rows of ⟨φ(x), θ_j - θ_j'⟩ (k, k); infinite where it is no pair
-    evidence: float  # for k models rather than one
+    support: Support  # how many groups there are, where clients of one group may vary
     disagree: float  # the share of clients that choose another cluster under the models of the run
     curvature: float  # max ‖φ(x_i)‖²/n_i; asked for only where it is needed
 
@@ -155,24 +108,27 @@ class _Facts(NamedTuple):
 
 
 def diagnose(federation: Federation, run: Run) -> Diagnosis:
-    """Estimate what mixed regression depends on, and say whether the data can support the groups of a run.
+    """Say whether the data can support the groups of a run, and estimate what that depends on.
 
     Args:
         federation: The clients: those of the run, or others of their kind.
-        run: A run for a regression whose model is linear in its parameters, by any method that finds clusters.
+        run: A run by any method that finds clusters. A regression whose model is linear in its parameters is judged by
+            what its clients' rows say about groups that vary; any other task by rows that were not trained on.
 
     Raises:
-        ValueError: The run is of another kind, or has a single cluster, or more parameters than there are rows.
+        ValueError: There are fewer rows than parameters, or no test rows where these are needed.
 
     Example:
         >>> import coterie as ct
+        >>> federation = ct.data.mixed_regression(k=2, d=5, sigma=0.1, pairs=0, rest=60, rest_rows=(10,), anchors=0)
         >>> task = ct.Task.regressor(ct.models.Linear(5, 1))
-        >>> for sigma in (0.1, 2.0):
-        ...     federation = ct.data.mixed_regression(k=2, d=5, sigma=sigma, pairs=300, rest=0, anchors=10)
-        ...     run = ct.fit(ct.FedX(k=2), task, federation, rounds=20, evaluations=1)
-        ...     ct.diagnose(federation, run).supported
-        True
-        False
+        >>> for k in (1, 2, 3):
+        ...     run = ct.fit(ct.FedX(k=k), task, federation, rounds=20, evaluations=1)
+        ...     found = ct.diagnose(federation, run)
+        ...     found.supported, found.groups
+        (True, 2)
+        (True, 2)
+        (False, 2)
     """
     own = run._cohort
     federation.check(own.task)
@@ -182,51 +138,43 @@ def diagnose(federation: Federation, run: Run) -> Diagnosis:
 
 def diagnose_state(cohort: Cohort, algorithm: Method, state: Any) -> Diagnosis:
     """The same for a state and some clients."""
+    if not is_linear(cohort.task, cohort.federation.train.x[:2]):
+        return _of_held_out(held_out(cohort, algorithm, state))
     _check(cohort, algorithm, state)
     facts = _facts(cohort, algorithm, state)
-    figures = (*_of_data(facts), *_of_theorem(facts, algorithm, state))
+    figures = tuple(_figures(facts, algorithm, state))
     supported, verdict = _verdict(facts, {f.name: f.value for f in figures})
-    return Diagnosis(figures, _by_rows(facts), supported, verdict)
+    return Diagnosis(figures, _by_rows(facts), supported, facts.support.found, verdict)
 
 
 # --- what is asked of the clients ------------------------------------------------------------------------------------
 
 
-def _residuals(task: Task, theta: Tensor, data: Data) -> tuple[Tensor, Tensor]:
-    """φ of a client's rows (n, d), and ‖y_i - φ(x_i)θ_j‖² for every model (k,)."""
-    assert task.features is not None  # `require_linear` has seen to it
-    phi = task.features(data.x) * data.mask[:, None]
-    off = (data.y.reshape(-1) * data.mask)[:, None] - phi @ theta.T
-    return phi, off.square().sum(0)
-
-
 def _check(cohort: Cohort, algorithm: Method, state: Any) -> None:
     """Refuse what cannot be diagnosed."""
-    require_linear(cohort.task, cohort.federation.train.x[:2], "diagnose")
     k, d = flat(algorithm.models(state)).shape
-    if k < 2:
-        raise ValueError("diagnose: the run has one cluster only, so there is nothing to tell apart")
     if (rows := len(cohort.federation.train.x)) <= k * d:
         raise ValueError(f"diagnose: there are {rows} rows, too few for {k} models with {k * d} parameters together")
+    if len(cohort) < 2:
+        raise ValueError("diagnose: there is one client only, so there is nothing to tell apart")
 
 
 def _facts(cohort: Cohort, algorithm: Method, state: Any) -> _Facts:
-    theta = flat(algorithm.models(state)).cpu().double()
-    (k, d), rows = theta.shape, len(cohort.federation.train.x)
-    before = _looked(cohort, Mixture(theta, torch.ones(k), torch.ones(())))
+    theta = exact(flat(algorithm.models(state)))
+    (k, p), rows = theta.shape, len(cohort.federation.train.x)
+    before = _looked(cohort, Known(theta, torch.ones(k), torch.ones(()).double()))
     share = before.slot.bincount(minlength=k).double() / len(cohort)
-    mixture, sums = _likeliest(cohort, Mixture(theta, share, before.note["squares"].double().sum() / rows))
-    fitted = int((share > 0).sum())
-    variance = mixture.variance * rows / (rows - fitted * d)
-    after = _looked(cohort, mixture._replace(variance=variance))
+    known, seen = _likeliest(cohort, Known(theta, share, before.note["squares"].sum() / rows))
+    variance = known.variance * rows / (rows - int((share > 0).sum()) * p)
+    after = _looked(cohort, known._replace(variance=variance))
     return _Facts(
         sizes=cohort.sizes.double(),
         labels=after.slot,
-        wrong=after.note["wrong"].double(),
-        theta=mixture.theta,
+        wrong=after.note["wrong"],
+        theta=known.theta,
         sigma=math.sqrt(float(variance)),
-        seen=_seen(mixture, sums["moment"].sum(0) / rows),
-        evidence=float(sums["likelihood"]) - _of_one(cohort, sums) - (fitted - 1) * (d + 1) / 2 * math.log(rows),
+        seen=seen,
+        support=support(cohort, theta, share),
         disagree=float((before.slot != after.slot).double().mean()),
         curvature=_curvature(cohort, algorithm) if isinstance(algorithm, FedX) else math.nan,
     )
@@ -236,51 +184,43 @@ def _curvature(cohort: Cohort, algorithm: FedX) -> float:
     return float(cohort.gather(algorithm.curvature, ()).note["curvature"].max())
 
 
-def _looked(cohort: Cohort, mixture: Mixture) -> Reply:
-    return tree_map(Tensor.cpu, cohort.gather(Observer().look, tree_map(Tensor.float, mixture)))
+def _looked(cohort: Cohort, known: Known) -> Reply:
+    reply = cohort.gather(Observer().look, to_device(known, cohort.engine.device), slots=len(known.share))
+    return reply._replace(note={name: exact(x) for name, x in reply.note.items()})
 
 
-def _expected(cohort: Cohort, mixture: Mixture) -> dict[str, Tensor]:
-    sums = cohort.combine(Observer().expect, tree_map(Tensor.float, mixture)).update
-    return {name: x[0].cpu().double() for name, x in sums.items()}
-
-
-def _likeliest(cohort: Cohort, mixture: Mixture) -> tuple[Mixture, dict[str, Tensor]]:
-    """Expectation and maximisation until the models stay as they are; and the last sums."""
-    sums: dict[str, Tensor] = {}
+def _likeliest(cohort: Cohort, known: Known) -> tuple[Known, Tensor]:
+    """The likeliest models of the paper's kind, with one noise and no variation within groups; and `_Facts.seen`."""
+    clients, one = Clients.of(cohort, own_noise=False)
+    frame = clients.frame
+    mean, none = known.theta / frame.unit @ torch.linalg.pinv(frame.basis).mT, torch.zeros_like(one.factor)
+    noise = (known.variance / frame.unit.square()).clamp(min=QUIET)
+    mixture, moment = Mixture(known.share[None], mean[None], none, noise[None]), none
     for _ in range(STEPS):
-        old, sums = mixture.theta, _expected(cohort, mixture)
-        mixture = Mixture(
-            theta=old + _solved(sums["moment"], sums["product"] - (sums["moment"] @ old[:, :, None])[:, :, 0]),
-            share=sums["share"] / len(cohort),
-            variance=(sums["squares"] / len(cohort.federation.train.x)).clamp(min=LEAST),
-        )
-        if float((mixture.theta - old).norm()) <= SETTLED * float(old.norm()):
+        old, sums = mixture, clients.expected(mixture)
+        mixture, moment = maximised(mixture, sums), (sums["information"][0] * mixture.noise).sum(0) / sums["rows"]
+        if float((mixture.mean - old.mean).norm()) <= SETTLED * float(old.mean.norm()):
             break
-    return mixture, sums
-
-
-def _of_one(cohort: Cohort, sums: dict[str, Tensor]) -> float:
-    """The greatest log-likelihood of one model for all clients."""
-    theta = _solved(sums["moment"].sum(0), sums["product"].sum(0))
-    rows = len(cohort.federation.train.x)
-    squares = _expected(cohort, Mixture(theta[None], torch.ones(1), torch.ones(())))["squares"]
-    return -rows / 2 * (math.log(2 * math.pi * max(float(squares) / rows, LEAST)) + 1)
-
-
-def _solved(moment: Tensor, product: Tensor) -> Tensor:
-    """A⁻¹b for second moments A (…, d, d) and b (…, d), and 0 in directions that no row has."""
-    return (torch.linalg.pinv(moment, rtol=NARROW, hermitian=True) @ product[..., None])[..., 0]
+    likeliest = Known(frame.parameters(mixture.mean[0]), mixture.share[0], mixture.noise[0] * frame.unit.square())
+    return likeliest, frame.unit * _seen(mixture, moment)
 
 
 def _seen(mixture: Mixture, moment: Tensor) -> Tensor:
-    apart = mixture.theta[:, None] - mixture.theta
+    theta, some = mixture.mean[0], mixture.share[0] > 0
+    apart = theta[:, None] - theta
     seen = torch.einsum("abd,de,abe->ab", apart, moment, apart).clamp(min=0).sqrt()
-    real = (mixture.share > 0)[:, None] & (mixture.share > 0) & ~torch.eye(len(seen), dtype=torch.bool)
+    real = some[:, None] & some & ~torch.eye(len(seen), dtype=torch.bool)
     return seen.where(real, torch.inf)
 
 
 # --- what follows from it --------------------------------------------------------------------------------------------
+
+
+def _figures(facts: _Facts, algorithm: Method, state: Any) -> Iterator[Figure]:
+    yield from _of_data(facts)
+    yield from _of_support(facts)
+    if len(facts.theta) > 1:
+        yield from _of_theorem(facts, algorithm, state)
 
 
 def _of_data(facts: _Facts) -> Iterator[Figure]:
@@ -297,7 +237,23 @@ def _of_data(facts: _Facts) -> Iterator[Figure]:
     formula = "mean of p_i = 1 - Π_{j≠ẑ_i} Φ(‖φ(x_i)(θ_ẑ_i - θ_j)‖ / 2σ)"
     yield Figure("mislabelled clients", float(facts.wrong.mean()), formula, "from (8), Gaussian noise")
     yield Figure("mislabelled rows", float(by_row @ facts.wrong), "Σ_i n_i p_i / N", "first term of (10), with p_i")
-    yield Figure("evidence", facts.evidence, "log L_k - log L_1 - (k - 1)(d + 1)/2 · log N", "BIC; not in the paper")
+
+
+def _of_support(facts: _Facts) -> Iterator[Figure]:
+    """What speaks for groups: L_k is the likelihood of k groups in which clients vary, and have noise of their own."""
+    found, k = facts.support, len(facts.theta)
+    one = found.fits[1]
+    if k > 1:
+        own, less = found.fits[k], found.fits[k - 1]
+        formula = "log L_k - log L_1 - (k - 1)(d + 1)/2 · log M"
+        yield Figure("evidence", own.evidence - one.evidence, formula, "BIC, against one group that varies")
+        formula = "log L_k - log L_{k-1} - (d + 1)/2 · log M"
+        yield Figure("against a merge", own.evidence - less.evidence, formula, "BIC, against the best merge of two")
+        formula = "min_{a,b} log L(two groups) - log L(one hump), along θ_a - θ_b"
+        yield Figure("valley", found.judged[k].valley, formula, "not in the paper")
+    formula = "log L_1 - log L(Σ = 0) - d(d + 1)/4 · log M"
+    yield Figure("clients vary", one.evidence - found.same, formula, "BIC, within one group")
+    yield Figure("groups", float(found.found), "that the data support", "not in the paper")
 
 
 def _of_theorem(facts: _Facts, algorithm: Method, state: Any) -> Iterator[Figure]:
@@ -333,25 +289,55 @@ def _by_rows(facts: _Facts) -> dict[tuple[int, int], float]:
 
 def _verdict(facts: _Facts, value: dict[str, float]) -> tuple[bool, str]:
     faults = list(_faults(facts, value))
-    k = len(facts.theta)
-    end = f"The data do not support {k} groups: {'; '.join(faults)}." if faults else f"The data support {k} groups."
-    return not faults, " ".join([*_sentences(facts, value), end])
+    k, found = len(facts.theta), facts.support.found
+    if faults:
+        others = f" They support {_groups(found)}{_nature(facts) * (found == 1)}." if found != k else ""
+        end = f"The data do not support {_groups(k)}: {'; '.join(faults)}.{others}"
+    else:
+        more = f", and more: they support {found}" if found > k else ""
+        end = f"The data support {_groups(k)}{_nature(facts) * (found == 1)}{more}."
+    return not faults, " ".join([*_sentences(facts, value), *_evidence(facts, value), end])
+
+
+def _nature(facts: _Facts) -> str:
+    """What a single group is like."""
+    gain = facts.support.fits[1].evidence - facts.support.same
+    return ", in which clients merely vary" if gain > 0 else ", in which all clients may have the same model"
 
 
 def _faults(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
-    d = facts.theta.shape[1]
+    (k, d), found = facts.theta.shape, facts.support
     if empty := (facts.members == 0).nonzero().flatten().tolist():
         yield f"no client chooses model {_listed(empty)}"
     if small := ((facts.rows > 0) & (facts.rows < d)).nonzero().flatten().tolist():
         yield f"cluster {_listed(small)} has fewer rows than a model has parameters, {d}"
     if value["mislabelled clients"] > TOLERATED:
         j, other = divmod(int(facts.seen.argmin()), len(facts.seen))
-        yield f"over {TOLERATED:.0%} of the clients would be mislabelled, and models {j} and {other} are the closest"
-    if value["evidence"] <= 0:
+        pair = f"models {j} and {other} are the closest"
+        yield f"over {TOLERATED:.0%} of the clients would be mislabelled, and {pair}"
+    if k <= found.found:
+        return
+    judged = found.judged[k]
+    if value["against a merge"] <= CLEAR or value["evidence"] <= CLEAR:
+        yield "fewer groups, in which clients vary, explain them as well, allowing for their fewer parameters"
+    if single := int((judged.members == 1).sum()):
+        yield f"{single} of the groups {'have' if single > 1 else 'has'} one client only"
+    if judged.valley <= VALLEY:
+        yield "between two of the groups there is no valley, so that their clients may be a continuum"
+
+
+def _evidence(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
+    """The figures that decide."""
+    k, clear = len(facts.theta), f"(over {2 * CLEAR:.0f} is clear)"
+    if k > 1:
+        one = f"one that varies: Δ BIC = {2 * value['evidence']:.0f}; against " if k > 2 else ""
+        last = "the best merge of two" if k > 2 else "one that varies"
         yield (
-            "one model for all explains them as well, allowing for its fewer parameters, so that what sets the "
-            "groups apart may be noise, and more clients will be mislabelled than the figures say"
+            f"{k} groups against {one}{last}: Δ BIC = {2 * value['against a merge']:.0f} {clear}; against a "
+            f"continuum, between the two closest: {value['valley']:.1f} nats (over {VALLEY:.0f} is clear)."
         )
+    if facts.support.found == 1:
+        yield f"One group that varies against one and the same model for all: Δ BIC = {2 * value['clients vary']:.0f}."
 
 
 def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
@@ -364,8 +350,9 @@ def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
             f"With Δ/σ = {value['Δ/σ']:.2g} about {value['mislabelled clients']:.0%} will be mislabelled ({bands}); "
             f"on an average row the two closest models differ by {float(facts.seen.min()) / facts.sigma:.2g} σ."
         )
-    yield f"The smallest cluster has {facts.rows.min():.0f} rows for {d} parameters."
-    if value["ν"] > 1:
+    if len(facts.theta) > 1:
+        yield f"The smallest cluster has {facts.rows.min():.0f} rows for {d} parameters."
+    if value.get("ν", 0) > 1:
         yield "The bound ν exceeds 1 with its constants set to 1, and says nothing."
     elif "ρ/κ" in value:
         holds = "holds" if value["ν log(e/ν)"] <= value["ρ/κ"] else "does not hold"
@@ -377,9 +364,65 @@ def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
         )
 
 
+def _groups(k: int) -> str:
+    return f"{k} group{'s' * (k > 1)}"
+
+
 def _range(low: int, high: int) -> str:
     return f"{low} row{'s' * (low > 1)}" if low == high else f"{low} to {high} rows"
 
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+# --- by held-out rows ------------------------------------------------------------------------------------------------
+
+
+def _of_held_out(found: HeldOut) -> Diagnosis:
+    k, faults = len(found.members), list(_unneeded(found))
+    end = f"do not support {_groups(k)}: {'; '.join(faults)}" if faults else f"support {_groups(k)}"
+    return Diagnosis(tuple(_of_losses(found)), {}, not faults, None, f"{_losses_in_words(found)} The data {end}.")
+
+
+def _of_losses(found: HeldOut) -> Iterator[Figure]:
+    yield Figure("loss", found.loss, "mean over clients of the loss of test rows", f"{len(found.members)} models")
+    yield Figure("p_min", float(found.members.min()) / found.clients, "min_j |{i: ẑ_i = j}| / M", "")
+    if len(found.members) > 1:
+        a, b = found.closest
+        yield Figure("against a merge", found.merge.mean, f"lower than with one model for {a} and {b}", "their clients")
+        yield Figure("± merge", found.merge.error, "standard error over clients", "")
+        yield Figure("against one", found.one.mean, "lower than with one model for all", "all clients")
+        yield Figure("± one", found.one.error, "standard error over clients", "")
+
+
+def _losses_in_words(found: HeldOut) -> str:
+    k, (a, b) = len(found.members), found.closest
+    if k == 1:
+        return f"{found.clients} clients have a mean loss of {found.loss:.3g} on their test rows."
+    fewer = (
+        f"one model for clusters {a} and {b}, the closest, by {_plus_minus(found.merge)}, and than with "
+        if k > 2
+        else ""
+    )
+    return (
+        f"{found.clients} clients have a mean loss of {found.loss:.3g} on their test rows, all models being trained on "
+        f"for {ROUNDS} rounds. It is lower than with {fewer}one model for all by {_plus_minus(found.one)} "
+        f"(over {CLEARLY:.0f} standard errors is clear)."
+    )
+
+
+def _plus_minus(gain: Gain) -> str:
+    return f"{gain.mean:.3g} ± {gain.error:.2g}"
+
+
+def _unneeded(found: HeldOut) -> Iterator[str]:
+    k, (a, b) = len(found.members), found.closest
+    if empty := (found.members == 0).nonzero().flatten().tolist():
+        yield f"no client chooses model {_listed(empty)}"
+    if single := (found.members == 1).nonzero().flatten().tolist() if k > 1 else []:
+        yield f"cluster {_listed(single)} has one client only"
+    if k > 1 and not found.merge.clear:
+        yield f"one model for clusters {a} and {b} serves their clients as well"
+    elif k > 2 and not found.one.clear:
+        yield "one model for all serves clients as well"

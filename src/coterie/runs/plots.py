@@ -20,7 +20,7 @@ FORMATS = ("png", "jpg", "jpeg", "svg", "pdf")
 LISTED = 8  # clusters that a legend names
 FEW = 40  # clients at most that are written by name
 STRIP = 240  # places of a strip at most; where there are more clients, several share one
-SPREAD = 6  # times by which scores may differ before their axis is logarithmic
+SPREAD = 5  # times by which scores may differ on one axis; more is left out, or the axis is logarithmic
 STYLES = ("-", "--", ":")  # of lines, where there are more of them than colours
 
 
@@ -372,15 +372,23 @@ def candidates(rows: list[dict[str, Any]], metric: str, recommended: str, reason
 
 
 def _scores(axes: Any, rows: list[dict[str, Any]], metric: str) -> None:
-    """A dot with its standard error for every candidate: on known clients' rows, and below it on new clients."""
+    """A dot with its standard error for every candidate: on known clients' rows, and below it on new clients.
+
+    Values many times the least one would leave no room for the others: they are written at the edge.
+    """
     new = any(np.isfinite(row["new"]) for row in rows)
     kinds = [("known", "rows of known clients", COLOURS[0], "o"), *([("new", "new clients", COLOURS[1], "D")] * new)]
+    least = min(row[key] for row in rows for key, *_ in kinds if np.isfinite(row[key]))
+    edge = SPREAD * least if least > 0 else np.inf
     for at, (key, label, colour, marker) in enumerate(kinds):
-        shift = (at - (len(kinds) - 1) / 2) * 0.28
-        values, errors = ([row[name] for row in rows] for name in (key, f"{key}_se"))
-        axes.errorbar(values, np.arange(len(rows)) + shift, xerr=errors, fmt=marker, ms=5, color=colour, label=label,
-                      elinewidth=1.6, capsize=2)  # fmt: skip
-    axes.set_xscale(_scale(rows))
+        y = np.arange(len(rows)) + (at - (len(kinds) - 1) / 2) * 0.3
+        values, errors = (np.array([row[name] for row in rows]) for name in (key, f"{key}_se"))
+        near, style = values <= edge, {"fmt": marker, "ms": 5, "elinewidth": 1.6, "capsize": 2}
+        axes.errorbar(values[near], y[near], xerr=errors[near], color=colour, label=label, **style)
+        for value, height in zip(values[values > edge], y[values > edge], strict=True):
+            axes.annotate(f"{value:.3g} ▸", (edge, height), color=colour, fontsize=8, ha="right", va="center")
+    if any(row[key] > edge for row in rows for key, *_ in kinds):
+        axes.set_xlim(right=edge)
     axes.set_xlabel(f"{metric}, ± one standard error")
     axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 

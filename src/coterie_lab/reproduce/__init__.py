@@ -14,6 +14,7 @@ from coterie.storage.snapshot import write_text
 from coterie_lab.reproduce import (
     assignment,
     contraction,
+    diagnoses,
     geometry,
     masks,
     newcomers,
@@ -52,6 +53,7 @@ KINDS = {
     "robustness": robustness,
     "tables": tables,
     "sharing": sharing,
+    "diagnoses": diagnoses,
 }
 
 

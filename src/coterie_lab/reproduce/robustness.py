@@ -43,9 +43,9 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
         notebook: Stores the parts that are done.
     """
     rows = []
-    with _pool() as pool:
+    with pool() as workers:
         waiting = [
-            (problem, method, _cells(pool, spec, problem, method, notebook))
+            (problem, method, _cells(workers, spec, problem, method, notebook))
             for problem in spec["problems"]
             for method in _methods(spec, problem)
         ]
@@ -55,19 +55,23 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
     return {"seeds": spec["seeds"], "rows": rows}
 
 
-def _pool() -> ProcessPoolExecutor:
+def pool() -> ProcessPoolExecutor:
     """Processes that compute with one thread each."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(os.cpu_count(), context, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _cells(
-    pool: ProcessPoolExecutor, spec: dict[str, Any], problem: dict[str, Any], method: dict[str, Any], notebook: Notebook
+    workers: ProcessPoolExecutor,
+    spec: dict[str, Any],
+    problem: dict[str, Any],
+    method: dict[str, Any],
+    notebook: Notebook,
 ) -> list[Future[Cell]]:
     """The cells of a problem and a method, one for every seed; none if they are known from before."""
     if _name(problem, method) in notebook.entries:
         return []
-    return [pool.submit(SCORES[problem["score"]], problem, method, seed) for seed in spec["seeds"]]
+    return [workers.submit(SCORES[problem["score"]], problem, method, seed) for seed in spec["seeds"]]
 
 
 def _methods(spec: dict[str, Any], problem: dict[str, Any]) -> list[dict[str, Any]]:
