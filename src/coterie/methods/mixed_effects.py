@@ -50,7 +50,7 @@ from coterie.parts.random_effects import (
     started,
     turned,
 )
-from coterie.parts.residuals import features
+from coterie.parts.residuals import values_of
 
 LARGEST = 50  # parameters up to which Σ is full by default
 FIRST = 30  # iterations at most of the one-component fit that others start from
@@ -192,7 +192,7 @@ class MixedEffects(Method):
 
         def run(sent: Sent, local: Local) -> Reply:
             rows, found = _known(task, sent, local.data)
-            each = found.loglik / rows.count.clamp(min=1) - sent.frame.unit.log()
+            each = found.loglik / rows.number.clamp(min=1) - sent.frame.unit.log()
             note = {"component": found.evidence.argmax(-1), "loss": -each}
             return Reply(contribution(sent.mixture, rows, found), note=note)
 
@@ -247,8 +247,8 @@ class MixedEffects(Method):
         """What was learnt in the units of the data: μ with standard errors, Σ, σ², and shares of variation."""
         mixture, at = self.fitted(state), self.best(state)
         known = state.information[at][: mixture.mean.shape[1]]
-        parts = tree_map(exact, (mixture, known, state.frame))
-        return Effects.of(*parts, state.like, noisy=state.noisy)
+        mixture, known, frame = tree_map(exact, (mixture, known, state.frame))
+        return Effects.of(mixture, known, frame, state.like, noisy=state.noisy)
 
     def report(self, state: State) -> str:
         """The effects as a table."""
@@ -294,7 +294,7 @@ class MixedEffects(Method):
         sent: Sent = self.served(state).message
         rows = Data(x, x.new_zeros(len(x)), x.new_ones(len(x)))
         _, found = _known(task, sent, data or rows._replace(mask=torch.zeros_like(rows.mask)))
-        phi = sent.frame.features(features(task, rows).double())
+        phi = sent.frame.features(values_of(task, rows)[:, :-1])
         return sent.frame.unit * found.deviations(sent.mixture, phi)[0]
 
     # --- the parts of a run ------------------------------------------------------------------------------------------
@@ -385,17 +385,14 @@ def _values(task: Task, data: Data) -> Tensor:
         phi = task.jacobian(data.x).double()
         rows, off = linearised(torch.zeros_like(phi[..., 0]), phi, data)
         return torch.cat([rows, off[:, None]], 1)
-    phi, y = features(task, data), data.y.reshape(-1, 1)
-    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
+    return values_of(task, data)
 
 
 def _known(task: Task, sent: Sent, data: Data) -> tuple[Rows, Posterior]:
     """A client's rows in the units of the run, and what it knows of itself under every component of every fit."""
     if task.jacobian is not None:
         return laplace(sent.mixture, sent.frame.features(task.jacobian(data.x).double()), data)
-    values = _values(task, data)
-    phi, y = sent.frame.features(values[:, :-1]), values[:, -1] / sent.frame.unit
-    rows = Rows(phi[None, None], y[None, None], data.mask.sum().double())
+    rows = sent.frame.rows(values_of(task, data), data.mask.sum())
     return rows, posterior(sent.mixture, rows)
 
 

@@ -50,6 +50,11 @@ class Frame(NamedTuple):
         basis = self.basis.diag() if self.basis.dim() == 1 else self.basis
         return self.unit.square() * (basis @ spread @ basis.mT)
 
+    def rows(self, values: Tensor, count: Tensor) -> Rows:
+        """A client's rows in these units, from φ and y side by side (n, p + 1), and how many of them are real."""
+        phi, y = self.features(values[:, :-1]), values[:, -1] / self.unit
+        return Rows(phi[None, None], y[None, None], count.double())
+
 
 class Mixture(NamedTuple):
     """The parameters of f fits. A component that a fit does not have is one with share 0."""
@@ -165,7 +170,7 @@ class Rows(NamedTuple):
 
     phi: Tensor  # φ(x) (f', k', n, d), 0 for padding; f' and k' are 1 where all fits and components have the same
     y: Tensor  # (f', k', n), 0 for padding
-    count: Tensor  # how many there are
+    number: Tensor  # how many there are
 
 
 def along(rows: Tensor, v: Tensor) -> Tensor:
@@ -185,7 +190,7 @@ def posterior(mixture: Mixture, rows: Rows) -> Posterior:
     push = pull(given.z, off) / noise[..., None]  # Lᵀφᵀr_j/σ² (f, k, d)
     u = given.times(push)  # (1)
     misfit = off.square().sum(-1) / noise - (push * u).sum(-1)  # r_jᵀΩ⁻¹r_j
-    evidence = -0.5 * (misfit + given.volume + rows.count * (math.log(2 * math.pi) + noise.log()))  # (2)
+    evidence = -0.5 * (misfit + given.volume + rows.number * (math.log(2 * math.pi) + noise.log()))  # (2)
     return Posterior(u, given, evidence + mixture.share.log().clamp(min=NEVER))
 
 
@@ -204,7 +209,7 @@ def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, An
         "mean": w[..., None] * u,
         "off": (w * off.square().sum(-1)).sum(-1),
         "loglik": found.loglik,
-        "rows": rows.count,
+        "rows": rows.number,
     }
     fisher, lift = found.given.information, u * pull(z, off)  # u ∘ Lᵀφᵀr
     if mixture.diagonal:

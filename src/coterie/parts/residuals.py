@@ -5,6 +5,7 @@ Throughout, n is a client's rows, d the parameters, h the models θ.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from coterie.core.task import Data, Task
@@ -14,6 +15,12 @@ def features(task: Task, data: Data) -> Tensor:
     """φ(x) of every row (n, d)."""
     assert task.features is not None  # `require_linear` has checked it
     return task.features(data.x)
+
+
+def values_of(task: Task, data: Data) -> Tensor:
+    """φ(x) and y side by side, in double precision (n, d + 1); 0 for padding."""
+    phi, y = features(task, data), data.y.reshape(-1, 1)
+    return torch.cat([phi.double(), y.double()], 1) * data.mask[:, None]
 
 
 def residuals(phi: Tensor, data: Data, theta: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ from coterie.parts.random_effects import (
     framed,
     maximised,
     posterior,
-    values_of,
 )
+from coterie.parts.residuals import values_of
 from coterie.parts.valley import valley
 
 CLEAR = 5.0  # nats by which BIC must prefer groups to fewer of them: a difference of 10 as it is mostly given
@@ -89,7 +89,7 @@ class Observer:
         """
 
         def run(frame: Frame, local: Local) -> Reply:
-            free, squares = _free(frame.rows(task, local.data))
+            free, squares = _free(frame.rows(values_of(task, local.data), local.data.mask.sum()))
             half, known = free.clamp(min=1) / 2, (free > 0).double()
             log = (squares / free.clamp(min=1)).clamp(min=QUIET).log() - half.digamma() + half.log()
             update = {"known": known, "log": known * log, "square": known * log**2}
@@ -144,7 +144,7 @@ class Observer:
 
 def _scaled(task: Task, sent: Sent, data: Data) -> Rows:
     """A client's rows in units of the frame, and of what noise it has beside others."""
-    rows = sent.frame.rows(task, data)
+    rows = sent.frame.rows(values_of(task, data), data.mask.sum())
     free, squares = _free(rows)
     own = ((sent.noise.doubt * squares / sent.noise.level + 1) / (sent.noise.doubt * free + 1)).sqrt()
     return rows._replace(phi=rows.phi / own, y=rows.y / own)
@@ -158,7 +158,7 @@ def _free(rows: Rows) -> tuple[Tensor, Tensor]:
     whole = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram + faint * whole))
     unused = (faint * inverse.diagonal().sum()).round()  # an eigenvalue is 1/faint where there are no rows
-    return rows.count - len(gram) + unused, (y - phi @ (inverse @ (phi.T @ y))).square().sum()
+    return rows.number - len(gram) + unused, (y - phi @ (inverse @ (phi.T @ y))).square().sum()
 
 
 class Fit(NamedTuple):
