@@ -114,7 +114,7 @@ USUAL = experiments()["diagnose"]["usual"] | {"clients": [40, 40], "d": [3, 3], 
     ("kind", "k"),
     [
         ({"groups": 3}, 2),
-        ({"groups": 3, "within": 0.2}, 3),
+        ({"groups": 3, "within": 0.1}, 3),
         ({"groups": 3}, 4),
         ({"groups": 2, "outliers": 1}, 3),
         ({"intercept": 0.5}, 2),

@@ -113,6 +113,7 @@ def test_what_is_no_tree_is_refused(arrays, tree):
 
 REQUIRED = {  # the settings that have no default
     "method.clustergan": {"k": 2},
+    "method.fedem": {"k": 2},
     "method.fedx": {"k": 2},
     "method.ifca": {"k": 2},
     "method.kfed": {"k": 2},

@@ -328,6 +328,12 @@ class Halved(IFCA):
         return ClientStep(run)
 
 
+def test_soft_groups_are_gone_on_from():
+    base = ct.FedEM(k=2, lr=0.05, init="random")
+    plain, own = (ct.fit(m, LINE, varying(rows=(12, 12)), rounds=5, evaluations=1) for m in (base, ct.Personal(base)))
+    assert own.score < 0.9 * plain.score
+
+
 def test_a_mixture_is_gone_on_from(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {**registry._registered, ("method", "halved"): Halved})
     federation = varying(0.0, rows=(20, 30))
@@ -361,7 +367,12 @@ def test_bad_settings_are_told(method, message):
         ct.fit(method, LINE, varying(), rounds=1)
 
 
-def test_a_step_size_is_asked_for_where_there_is_none():
-    curved = ct.Task.regressor(ct.models.MLP(3, 4, 1))
-    with pytest.raises(ValueError, match=r"Personal: lr is needed: the task has no closed form, and FedX has no step"):
-        ct.Personal(ct.FedX(2)).start(curved, simulated(varying(), curved, Key.of(0)), Key.of(0))
+@pytest.mark.parametrize(
+    ("method", "task"), [(ct.FedX(2), ct.Task.regressor(ct.models.MLP(3, 4, 1))), (ct.MixedEffects(), LINE)]
+)
+def test_a_step_size_is_asked_for_where_there_is_none(method, task):
+    named = type(method).__name__
+    with pytest.raises(
+        ValueError, match=rf"Personal: lr is needed: there is no closed form for this task on {named}, wh"
+    ):
+        ct.Personal(method).start(task, simulated(varying(), task, Key.of(0)), Key.of(0))

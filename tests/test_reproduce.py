@@ -214,7 +214,7 @@ def test_images_and_their_representations_are_grouped(tmp_path, monkeypatch):
 def test_clients_that_mix_two_groups_are_served_by_mixtures(tmp_path):
     rows = quick("fedem-mixed", tmp_path)["rows"]
     assert [r["method"] for r in rows] == ["IFCA, k = 2", "FedEM, k = 2"]
-    assert all(r["ours"] > 70 for r in rows)
+    assert all(r["ours"] > 50 for r in rows)
 
 
 def test_the_grid_of_problems_runs_in_several_processes(tmp_path):

@@ -281,11 +281,12 @@ def scales(rows: list[dict[str, Any]], slope: float) -> None:
         rows: The measurements.
         slope: The power of the number of clients with which the time grows.
     """
-    table = _table(">clients", ">seconds", ">peak MiB", ">file MiB", ">s to write", ">ARI")
+    table = _table(">clients", ">seconds", ">mixed effects", ">peak MiB", ">file MiB", ">s to write", ">ARI")
     for r in rows:
         peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-        cells = f"{r['seconds']:.4f}", peak, f"{r['file_mib']:.1f}", f"{r['write_seconds']:.2f}", _number(r["ari"])
-        table.add_row(f"{r['clients']:,}", *cells)
+        seconds = f"{r['seconds']:.4f}", f"{r['effects_seconds']:.4f}"
+        files = f"{r['file_mib']:.1f}", f"{r['write_seconds']:.2f}"
+        table.add_row(f"{r['clients']:,}", *seconds, peak, *files, _number(r["ari"]))
     console.print(table)
     console.print(f"from 1,000 clients on, seconds grow with the number of clients to the power {slope:.2f}")
 

@@ -98,7 +98,8 @@ class MixedEffects(Method):
         tied: Whether all components have one Σ, or each its own.
         restarts: Starts for each k > 1 that run side by side; every four rounds the less likely half is given up.
         at_most: The largest k that "auto" tries.
-        tol: The run ends once a round raises no fit's log-likelihood by more.
+        tol: The run ends once no fit gains more log-likelihood in a round, summed over all clients. What is far below 1
+            is within standard errors.
 
     Example:
         >>> import coterie as ct
@@ -117,7 +118,7 @@ class MixedEffects(Method):
     tied: bool = True
     restarts: int = setting(16, low=1)
     at_most: int = setting(6, low=1)
-    tol: float = setting(1e-3, low=0)
+    tol: float = setting(5e-3, low=0)
 
     def start(self, task: Task, cohort: Cohort, key: Key) -> State:
         """Units in which features are alike, one model for all in them, and the starts of every fit."""
@@ -160,7 +161,7 @@ class MixedEffects(Method):
 
     def doubts(self, state: State, cohort: Cohort) -> Iterator[str]:
         """Whether EM was still on its way."""
-        if (gain := float(state.gain[self.best(state)])) > ROUGH and state.round:
+        if (gain := float(state.gain[self.best(state)])) > ROUGH and state.round > 1:
             yield f"the log-likelihood still rose by {gain:.2g} in the last round: more rounds are needed"
 
     # --- what clients do ---------------------------------------------------------------------------------------------

@@ -157,10 +157,11 @@ class Personal(Method):
     def start(self, task: Task, cohort: Cohort, key: Key) -> Any:
         """That of the method."""
         self.check_task(task)
-        if self._lr is None and not linearity(task)(cohort.federation.train.x.shape[1:]):
+        exact = self.method.own_model() is None and linearity(task)(cohort.federation.train.x.shape[1:])
+        if self._lr is None and not exact:
             raise ValueError(
-                f"{type(self).__name__}: lr is needed: the task has no closed form, and {type(self.method).__name__} "
-                "has no step size of its own"
+                f"{type(self).__name__}: lr is needed: there is no closed form for this task on "
+                f"{type(self.method).__name__}, which has no step size of its own"
             )
         return self.method.start(task, cohort, key)
 

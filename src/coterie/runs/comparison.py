@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TINY = 1e-30  # what nothing is divided by
-NEAR = 0.01  # more error, with which a candidate is not as good, however wide the standard error
+NEAR, POINT = 0.05, 0.01  # more error, or less accuracy, with which none is as good, however wide the standard error
 SAME = 0.001  # more error, with which it is as good, however narrow the standard error
 
 
@@ -135,16 +135,15 @@ class Comparison:
         """The simplest candidate that is as good as the best.
 
         That is one whose error is larger by no more than one standard error of the paired difference, and by no more
-        than 1 %, or a point of accuracy: with few clients a standard error is wide, and simplicity is not worth what it
+        than 5 %, or a point of accuracy: with few clients a standard error is wide, and simplicity is not worth what it
         then hides. A thousandth counts for nothing. Error is the mean over all clients that score, known and new: the
         share of clients that is held out as a whole is what new clients count.
         """
         near = [n for n in self._sound if self._is_near(self._share(n))]
         return min(near, key=lambda n: (Simplicity.of(self.methods[n]), self._gap(n).mean))
 
-    @staticmethod
-    def _is_near(share: Figure) -> bool:
-        return share.mean <= min(max(share.se, SAME), NEAR)
+    def _is_near(self, share: Figure) -> bool:
+        return share.mean <= min(max(share.se, SAME), POINT if self.metric == "accuracy" else NEAR)
 
     @property
     def method(self) -> Method:

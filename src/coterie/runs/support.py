@@ -31,6 +31,7 @@ from coterie.parts.random_effects import (
     framed,
     maximised,
     posterior,
+    turned,
 )
 from coterie.parts.residuals import values_of
 from coterie.parts.valley import valley
@@ -228,8 +229,8 @@ class Clients:
     def _climbed(self, mixture: Mixture, steps: int) -> tuple[Mixture, Tensor]:
         """Fits after so many steps at most, and their likelihood."""
         sums = self.expected(mixture)
-        for _ in range(steps):
-            before, mixture = sums["loglik"], maximised(mixture, sums)
+        for t in range(steps):
+            before, mixture = sums["loglik"], turned(maximised(mixture, sums), t)
             sums = self.expected(mixture)
             if bool((sums["loglik"] - before < SETTLED).all()):
                 break

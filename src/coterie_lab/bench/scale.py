@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from coterie import IFCA
+from coterie import IFCA, MixedEffects
 from coterie.core.federation import Federation
 from coterie.core.task import Task
 from coterie.data.synthetic import linear_truth
@@ -35,7 +35,8 @@ def measure(*, quick: bool = False) -> list[dict[str, Any]]:
     """Return one row per number of clients, as `coterie bench scale --json` prints them.
 
     The method is IFCA with k=2 on a linear model, with 10 rows of 20 features per client; all clients take part in
-    every round, on a CPU. Each size runs in a separate process, so that its peak memory is measured separately.
+    every round, on a CPU. Beside it is a round of MixedEffects with k=1, an iteration of EM. Each size runs in a
+    separate process, so that its peak memory is measured separately.
 
     Args:
         quick: Whether to measure up to 10,000 clients only.
@@ -72,11 +73,15 @@ def one_size(clients: int, folder: Path) -> dict[str, Any]:
     federation = Federation.create(folder, mixture(clients), groups=(i % GROUPS for i in range(clients)))
     written = time.perf_counter() - begin
     algorithm = IFCA(GROUPS, lr=0.02, init="random")
-    run = fit(algorithm, Task.regressor(Linear(FEATURES, 1)), federation, rounds=ROUNDS, device="cpu")
+    task = Task.regressor(Linear(FEATURES, 1))
+    run = fit(algorithm, task, federation, rounds=ROUNDS, device="cpu")
+    peak = peak_mib(torch.device("cpu"))
+    effects = fit(MixedEffects(tol=0), task, federation, rounds=ROUNDS, device="cpu", evaluations=1)
     return {
         "clients": clients,
         "seconds": statistics.median(row["seconds"] for row in run.history[1:]),
-        "peak_mib": peak_mib(torch.device("cpu")),
+        "effects_seconds": statistics.median(row["seconds"] for row in effects.history[1:]),
+        "peak_mib": peak,
         "file_mib": sum(file.stat().st_size for file in folder.iterdir()) / 2**20,
         "write_seconds": written,
         "ari": run.ari,
