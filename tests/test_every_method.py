@@ -65,6 +65,7 @@ VARIANTS = {
     "on_ifca": {"method": ct.IFCA(3, tau=3, init=ct.FarthestFirst(steps=4)), "strengths": (0.0, 1.0), "steps": (2,)},
     "on_cfl": {"method": ct.CFL(tau=3, schedule=(1, 3), patience=1), "steps": (2,), "lr": 0.05},
     "by_bic": {"k": "auto", "at_most": 3},
+    "solved": {"refine": "least_squares", "batch": None},
     "narrow": {"covariance": "diagonal"},
     "untied": {"tied": False},
 }  # fmt: skip

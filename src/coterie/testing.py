@@ -127,7 +127,7 @@ def problem_for(method: Method) -> Problem:
             "adversarial": lambda: Task.adversarial(models.GAN((6,), k=k, dz=2, hidden=(8,))),
         }
         return Problem(tasks[needs.task](), points())
-    if needs.linear:
+    if needs.linear or getattr(method, "refine", None) == "least_squares":
         return Problem(Task.regressor(models.Linear(4, 1)), regressions())
     return Problem(Task.classifier(models.MLP(64, 16, 10)), ragged())
 
