@@ -162,6 +162,11 @@ def test_the_simplest_that_is_as_good_is_recommended():
     assert found.recommended == found.best == "one" and found.reason.startswith("Do not cluster: one has the least")
 
 
+def test_a_single_client_may_be_held_out_as_a_whole():
+    found = ct.compare({"one for all": ct.FedX(k=1)}, TASK, grouped(6), rounds=2, seeds=1, new=0.17, jobs=1)
+    assert np.isfinite(found.rows[0].new.mean)
+
+
 def test_what_makes_no_difference_is_not_held_against_the_simpler():
     errors = np.ones((2, 10))
     found = made([errors * 1.0001, errors], {"one": ct.FedAvg(), "two": ct.IFCA(k=2)})

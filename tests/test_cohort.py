@@ -1,4 +1,3 @@
-import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -160,10 +159,22 @@ def test_a_single_client_is_not_batched_and_says_nothing_about_several(task):
 
 @pytest.mark.parametrize(("batched", "single"), [(1.0, 2.0), (100.0, 1.0)])
 def test_clients_are_done_one_by_one_where_that_is_faster(ragged, task, monkeypatch, batched, single):
-    times = itertools.cycle([1.0, batched, single])
     monkeypatch.setattr(chunks, "LONG", 0.0)
-    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda *args: next(times))
+    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda self, work, at: single if len(at) == 1 else batched)
     algorithm = ct.FedAvg(batch=4)
     (slow, _), (fast, messages) = (one_round(algorithm, task, ragged, e) for e in ("sequential", "vmap"))
     assert torch.allclose(flat(slow), flat(fast), atol=1e-6)
     assert any("one by one" in m for m in messages) == (single < batched)
+
+
+@pytest.mark.parametrize("small", [0, chunks.SMALL])
+@pytest.mark.parametrize("model", [nn.Linear(64, 10), Asking()])
+def test_little_work_is_the_same_whether_it_is_measured_or_not(monkeypatch, model, small):
+    monkeypatch.setattr(chunks, "SMALL", small)
+    g = torch.Generator().manual_seed(0)
+    few = Federation.from_clients([(torch.randn(n, 64, generator=g), torch.arange(n)) for n in (4, 4, 3)])
+    task, algorithm = ct.Task.classifier(model), ct.FedAvg(batch=4)
+    (slow, _), (fast, messages) = (one_round(algorithm, task, few, e) for e in ("sequential", "vmap"))
+    assert torch.allclose(flat(slow), flat(fast), atol=1e-6)
+    assert any("on few train rows" in m for m in messages) == (small > 0)
+    assert any("one by one (vmap cannot batch this model" in m for m in messages) == isinstance(model, Asking)

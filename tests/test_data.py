@@ -352,6 +352,18 @@ def test_models_vary_about_the_centres_of_their_groups():
             ct.data.varying_regression(**{**made, **wrong})
 
 
+def test_counts_vary_about_the_centres_of_their_groups():
+    made = {"clients": 4, "rows": 4000, "features": 2, "groups": 2, "rate": 3.0}
+    federation = ct.data.varying_counts(**made)
+    _, y = federation.train.client(0)
+    assert torch.equal(y, y.round()) and bool((y >= 0).all())
+    expected = 3.0 * float((torch.tensor(0.5) / 2).exp())  # λ e^(‖θ‖²/2) over x ~ N(0, I), with ‖θ‖² = Δ²/2
+    assert float(y.mean()) == pytest.approx(expected, rel=0.1)
+    for wrong in ({"groups": 3}, {"clients": 5}, {"rows": 0}, {"rate": 0.0}):
+        with pytest.raises(ValueError, match=f"varying_counts: {next(iter(wrong))} must be"):
+            ct.data.varying_counts(**{**made, **wrong})
+
+
 def write_cheese(folder, columns="row,RETAILER,VOLUME,DISP,PRICE", suffix=".csv", prices=(1.0, 2.0, 4.0)):
     """Shop "b" has nine rows and shop "a" six, in turn at first; volume is price squared."""
     (folder / "tables").mkdir(parents=True, exist_ok=True)

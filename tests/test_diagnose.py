@@ -12,8 +12,10 @@ from coterie.cli.main import app
 from coterie.data.regression import regression_truth
 from coterie.engines import ENGINES
 from coterie.runs import diagnosis
+from coterie.runs.held_out_support import Gain, HeldOut
 from coterie.runs.metrics import matched_accuracy
-from coterie.runs.support import support
+from coterie.runs.support import Judged, Support, support
+from coterie.runs.verdict import judged_by_losses
 from coterie_lab.reproduce import experiments
 from coterie_lab.reproduce.diagnoses import cell, simulated
 
@@ -36,7 +38,9 @@ def fitted(federation, k=2, d=5, **more):
 def figures(federation, run):
     """A diagnosis whose search for groups asks a few clients only: for tests of the paper's figures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diagnosis, "support", lambda cohort, theta, share: support(cohort.only(range(30)), theta, share))
+        patch.setattr(
+            diagnosis, "support", lambda cohort, theta, share, further: support(cohort.only(range(30)), theta, share)
+        )
         return ct.diagnose(federation, run)
 
 
@@ -117,10 +121,15 @@ USUAL = experiments()["diagnose"]["usual"] | {"clients": [40, 40], "d": [3, 3], 
         ({"groups": 3, "within": 0.1}, 3),
         ({"groups": 3}, 4),
         ({"groups": 2, "outliers": 1}, 3),
+        ({"groups": 2, "differ": "intercept", "modes": 2.0}, 2),
+        ({"groups": 2, "differ": "one coefficient", "correlation": 0.8, "noises": [1.0, 3.0]}, 2),
         ({"intercept": 0.5}, 2),
         ({"within": 2.0}, 2),
         ({"line": 1.0}, 2),
         ({"skew": 0.5}, 2),
+        ({"two_piece": 0.5}, 2),
+        ({"disc": 2.0}, 2),
+        ({"within": 1.0, "tails": 3.0}, 2),
         ({"noise_by_client": 1.0}, 2),
         ({"dof": 3.0}, 2),
         ({"outliers": 1}, 2),
@@ -147,6 +156,49 @@ def test_one_group(kind, ending):
     assert found.supported and found.verdict.endswith(ending)
     with pytest.raises(KeyError, match="no figure 'evidence'"):
         found["evidence"]
+
+
+NO, OPEN, YES = False, None, True
+
+
+@pytest.mark.parametrize(
+    ("ahead", "valley", "members", "expected"),
+    [
+        (5.1, 4.1, (20, 20, 2), YES),
+        (5.1, 3.9, (20, 20, 2), OPEN),
+        (4.9, 4.1, (20, 20, 2), OPEN),
+        (4.9, 3.9, (20, 20, 2), OPEN),
+        (50.0, 0.9, (20, 20, 2), NO),
+        (-0.1, 50.0, (20, 20, 2), NO),
+        (50.0, 2.0, (20, 21, 1), NO),
+    ],
+)
+def test_no_verdict_between_the_bounds(ahead, valley, members, expected):
+    groups = Judged(None, ahead, torch.tensor(members), valley)
+    found = Support({}, {3: groups}, 0.0)
+    assert found.supports(3) is expected
+    assert found.supports(1) is True and found.supports(4) is False
+    assert found.groups == (None if groups.supported is OPEN else 3 if expected else 1)
+
+
+CONFLICT = "BIC prefers 3 groups (Δ BIC = 18), but between two of them the valley is only 2.1 nats."
+
+
+@pytest.mark.parametrize(
+    ("k", "supported", "words"),
+    [
+        (2, True, f"The data support 2 groups. Whether they support 3 groups is open: {CONFLICT}"),
+        (3, None, f"No verdict on 3 groups: {CONFLICT} They support 2 groups."),
+        (4, False, f"They support 2 groups. Whether they support 3 groups is open: {CONFLICT}"),
+    ],
+)
+def test_the_verdict_says_which_figures_leave_it_open(k, supported, words):
+    kind = {"name": "3 groups, spread .3, 40", "groups": 3, "within": 0.3, "clients": [40, 40]}
+    federation = simulated(experiments()["diagnose"]["usual"] | kind, 1)
+    found = ct.diagnose(federation, fitted(federation, k, federation.train.x.shape[1]))
+    assert found.supported is supported and found.groups is None
+    assert found.verdict.replace("Δ BIC = 17)", "Δ BIC = 18)").endswith(words)  # starts differ a little
+    assert (found["groups"], found["groups, perhaps"]) == (2, 3)
 
 
 def test_features_of_any_scale_and_dependent_ones():
@@ -176,6 +228,25 @@ def test_classifiers_are_judged_by_held_out_rows(groups, k):
         assert found.verdict.endswith(f"The data support {k} groups.")
     else:
         assert "serves their clients as well" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("merge", "one", "supported", "end"),
+    [
+        (0.04, 0.04, YES, "The data support 3 groups."),
+        (0.02, 0.04, OPEN, "one model for clusters 0 and 2 serves clients worse by 2.0 standard errors only."),
+        (
+            0.04,
+            0.02,
+            OPEN,
+            "No verdict on 3 groups: one model for all serves clients worse by 2.0 standard errors only.",
+        ),
+        (0.005, 0.02, NO, "one model for clusters 0 and 2 serves their clients as well."),
+    ],
+)
+def test_no_verdict_where_chance_may_be_the_reason(merge, one, supported, end):
+    found = HeldOut(0.5, torch.tensor([20, 10, 10]), 40, (0, 2), Gain(merge, 0.01), Gain(one, 0.01))
+    assert found.supported is supported and judged_by_losses(found).endswith(end)
 
 
 def test_one_classifier_and_classifiers_without_test_rows():
@@ -318,7 +389,7 @@ def test_the_command_line(tmp_path):
     run = ct.fit(ct.FedX(k=2), linear(5), federation, rounds=5, out=tmp_path / "run")
     found = ct.diagnose(federation, run)
     told = json.loads(CliRunner().invoke(app, ["diagnose", str(tmp_path / "run"), "--json"]).stdout)
-    assert told["supported"] == found.supported
+    assert (told["supported"], told["groups"]) == (found.supported, found.groups)
     assert {f["name"]: f["value"] for f in told["figures"]} == pytest.approx(
         {f.name: f.value for f in found.figures}, rel=1e-4
     )

@@ -11,7 +11,7 @@ from coterie.core import Key, Method, Models, Needs, Report, registry, setting, 
 from coterie.core.registry import known
 from coterie.core.settings import validate
 from coterie.core.step import client_steps
-from coterie.engines import simulated
+from coterie.engines import chunks, simulated
 from coterie.engines.chunks import Chunks
 from coterie.runs.config import build_algorithm, describe
 from coterie.runs.evaluate import evaluate
@@ -163,6 +163,7 @@ def test_every_step_is_run_under_vmap_by_some_variant(name, monkeypatch):
                 ran.add(step)
         return len(bucket)
 
+    monkeypatch.setattr(chunks, "SMALL", 0)
     monkeypatch.setattr(Chunks, "_size", together)
     for case in cases():
         method = case.values[0]

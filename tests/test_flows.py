@@ -89,7 +89,7 @@ def test_a_deep_flow_tells_images_apart():
     algorithm = ct.UIFCA(
         k=2, init=ct.Disturbed(0.4), restarts=1, tau=6, steps=5, batch=32, lr=0.01, optimiser="adam"
     )  # fmt: skip
-    assert ct.fit(algorithm, task, federation, rounds=4, evaluations=1).purity > 0.95
+    assert ct.fit(algorithm, task, federation, rounds=2, evaluations=1).purity > 0.95
 
 
 @pytest.mark.parametrize("make", [zuko.flows.NSF, zuko.flows.MAF])

@@ -47,6 +47,9 @@ class Tied(nn.Module):
         return self.head(self.again(self.a(x.flatten(1)).relu()))
 
 
+SHORT = ct.Tournament(steps=20, bouts=2)
+
+
 def after(executor, algorithm, task, federation, rounds):
     cohort = simulated(federation, task, Key.of(0), executor=executor)
     state = algorithm.start(task, cohort.at(0), Key.of(0))
@@ -57,15 +60,15 @@ def after(executor, algorithm, task, federation, rounds):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [ct.IFCA(3), ct.IFCA(3, patience=2), ct.IFCA(2, restarts=3, holdout=0.0, init="random"), ct.FedAvg(prox=0.5),
-     ct.LocalOnly(), ct.IFCA(2, average="gradient", weights="size")],
+    [ct.IFCA(3, init=SHORT), ct.IFCA(3, init=SHORT, patience=2), ct.IFCA(2, restarts=3, holdout=0.0, init="random"),
+     ct.FedAvg(prox=0.5), ct.LocalOnly(), ct.IFCA(2, average="gradient", init=SHORT, weights="size")],
     ids=["ifca", "patient", "restarts", "fedprox", "local", "gradient"],
 )  # fmt: skip
 @pytest.mark.parametrize("module", [deep(64, 10), ct.models.MLP(64, 32, 10)], ids=["traced", "by-hand"])
-def test_twenty_rounds_on_ragged_clients_equal_the_reference(algorithm, module, ragged):
+def test_ten_rounds_on_ragged_clients_equal_the_reference(algorithm, module, ragged):
     task = ct.Task.classifier(module)
-    models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 20)
-    reference, truth, slow, other = after("sequential", algorithm, task, ragged, 20)
+    models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 10)
+    reference, truth, slow, other = after("sequential", algorithm, task, ragged, 10)
     assert any(name.startswith("fused") for name in ledger.chunks)
     assert float((flat(models) - flat(reference)).abs().max() / flat(reference).abs().max()) < 1e-4
     assert torch.equal(labels, truth) and torch.allclose(loss, slow, atol=1e-5)
@@ -168,7 +171,7 @@ def test_a_recording_that_is_no_faster_is_not_used():
     assert len(calls) == 6  # one of them to make the recording
 
 
-@pytest.mark.parametrize("algorithm", [ct.IFCA(3), ct.LocalOnly()], ids=["ifca", "local"])
+@pytest.mark.parametrize("algorithm", [ct.IFCA(3, init=SHORT), ct.LocalOnly()], ids=["ifca", "local"])
 def test_replayed_rounds_in_several_chunks_equal_plain_ones(algorithm, ragged, monkeypatch):
     monkeypatch.setattr("coterie.engines.fused.CACHED", 1)  # one client a chunk
     task = ct.Task.classifier(deep(64, 10))

@@ -16,6 +16,7 @@ from coterie.engines import simulated
 from coterie.parts import laplace as la
 from coterie.parts import random_effects as re
 from coterie.parts.effects import Effects
+from coterie.parts.families import CLASSES, COUNTS
 from coterie.testing import nodes, run_rounds
 
 QUIET = {"evaluations": 1}
@@ -212,7 +213,7 @@ def test_the_log_says_how_k_was_chosen(caplog):
     federation, _ = regressions(k=2, m=20, n=12, spread=0.1)
     with caplog.at_level("INFO", "coterie"):
         ct.fit(ct.MixedEffects(k="auto", at_most=2, restarts=2), linear(), federation, rounds=80, **QUIET)
-    assert "k=2 has the lowest BIC (1: " in caplog.text
+    assert "k=2 has the lowest BIC" in caplog.text and "(on the way: 1: " in caplog.text
 
 
 def test_engines_agree_to_a_millionth():
@@ -327,7 +328,7 @@ def test_laplace_finds_the_mode_and_its_curvature():
     given = mixture(3, k=2)._replace(noise=torch.ones(1).double())
     g = torch.Generator().manual_seed(2)
     phi, y = torch.randn(10, 3, 3, generator=g, dtype=torch.float64), torch.randint(3, (10,), generator=g)
-    _, found = la.laplace(given, phi, ct.core.task.Data(torch.zeros(10), y, torch.ones(10)))
+    _, found = la.laplace(CLASSES, given, phi, ct.core.task.Data(torch.zeros(10), y, torch.ones(10)))
     for j in range(2):
 
         def minus(u, j=j):
@@ -371,6 +372,191 @@ def test_separable_classes_are_no_trouble():
         **QUIET,
     )
     assert run.accuracy == 1.0
+
+
+# --- counts ------------------------------------------------------------------------------------------------------
+
+
+class Level(torch.nn.Module):
+    """One number, the log of the rate of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.level = torch.nn.Parameter(torch.zeros(1))
+
+    def reset_parameters(self):
+        torch.nn.init.normal_(self.level)
+
+    def forward(self, x):
+        return self.level * x
+
+
+def poisson(d=2, module=None):
+    return ct.Task.counts(module or ct.models.Linear(d, 1))
+
+
+def counted(m=20, n=8, spread=0.5, seed=0, **options):
+    return ct.data.varying_counts(m, n, 2, spread=spread, distance=1.0, test_rows=8, seed=seed, **options)
+
+
+def levels(m, n, level, spread, seed):
+    """Counts whose log rate is a number of each client's own (m, n)."""
+    g = np.random.default_rng(seed)
+    return g.poisson(np.exp(level + spread * g.standard_normal((m, 1))), (m, n))
+
+
+def integrated(y, start):
+    """The likeliest level and spread by adaptive Gauss-Hermite quadrature."""
+    (m, n), total, (t, w) = y.shape, y.sum(1), np.polynomial.hermite.hermgauss(40)
+
+    def minus(free):
+        level, spread, u = free[0], math.exp(free[1]), np.zeros(m)
+        for _ in range(50):
+            rate = n * np.exp(level + spread * u)
+            u += np.clip((spread * (total - rate) - u) / (1 + spread**2 * rate), -1, 1)
+        width = np.sqrt(2 / (1 + spread**2 * n * np.exp(level + spread * u)))
+        at = u[:, None] + width[:, None] * t
+        out = level + spread * at
+        height = total[:, None] * out - n * np.exp(out) - at**2 / 2 + t**2 + np.log(w)
+        return -(np.logaddexp.reduce(height, axis=1) + np.log(width)).sum()
+
+    return minimize(minus, start, method="Nelder-Mead", options={"xatol": 1e-5}).x
+
+
+@pytest.mark.parametrize(("n", "level", "spread"), [(4, -0.5, 1.0), (8, 3.0, 1.0)])
+def test_counts_end_near_the_likeliest_level_and_spread(n, level, spread):
+    y = levels(80, n, level, spread, seed=1)
+    wanted = integrated(y, [level, math.log(spread)])
+    clients = ct.Federation.from_clients([(np.ones((n, 1), np.float32), own) for own in y])
+    run = ct.fit(ct.MixedEffects(tol=1e-4), poisson(module=Level()), clients, rounds=25, **QUIET)
+    effects = run.algorithm.effects(run.state)
+    assert effects.noise is None
+    assert effects.mean[0, 0] == pytest.approx(wanted[0], abs=0.2 * effects.error[0, 0])  # the mode would be 1 away
+    assert math.sqrt(effects.covariance[0, 0]) == pytest.approx(math.exp(wanted[1]), rel=0.03)
+
+
+@pytest.mark.parametrize("targets", ["drawn", "zero", "huge"])
+@pytest.mark.parametrize("level", [-5.0, 0.0, 8.0])
+def test_laplace_finds_the_mode_of_counts(targets, level):
+    g = torch.Generator().manual_seed(3)
+    phi = torch.cat([torch.ones(12, 1), 2 * torch.randn(12, 2, generator=g)], 1).double()
+    given = mixture(3)._replace(mean=torch.tensor([[[level, 0.0, 0.0]]]).double(), noise=torch.tensor([0.1]).double())
+    drawn = torch.poisson((phi @ given.moved(torch.ones(1, 1, 3).double())[0, 0]).exp(), generator=g)
+    y = {"drawn": drawn, "zero": torch.zeros(12), "huge": torch.full((12,), 1e9)}[targets].double()
+    data = ct.core.task.Data(torch.zeros(12), y, torch.ones(12))
+    _, found = la.laplace(COUNTS._replace(skew=None), given, phi[:, None], data)
+    rate = (phi @ given.moved(found.u)[0, 0]).exp()
+    curve = given.factor[0, 0].T @ phi.T
+    slope = curve @ (y - rate) - found.u[0, 0]
+    hessian = torch.eye(3) + (curve * rate) @ curve.T
+    assert torch.linalg.solve(hessian, slope).abs().max() < 1e-6  # another step of Newton would go nowhere
+    wanted = float(
+        torch.distributions.Poisson(rate).log_prob(y).sum() - found.u.square().sum() / 2 - torch.logdet(hessian) / 2
+    )
+    assert float(found.evidence) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_mean_of_counts_is_that_of_the_posterior():
+    given = re.Mixture(*(torch.tensor(v).double() for v in ([[1.0]], [[[0.0]]], [[[[1.0]]]], [0.5])))
+    data = ct.core.task.Data(torch.zeros(1), torch.tensor([0.0]), torch.ones(1))
+    _, found = la.laplace(COUNTS, given, torch.ones(1, 1, 1).double(), data)
+    u = np.linspace(-8, 8, 4001)
+    weight = np.exp(-np.exp(u) - u**2 / 2)
+    assert float(found.u) == pytest.approx((u * weight).sum() / weight.sum(), abs=0.02)
+
+
+def test_own_models_of_counts_are_better_than_one_and_find_groups():
+    federation = counted(m=24, n=20, groups=2, spread=0.2, rate=6.0)
+    run = ct.fit(ct.MixedEffects(k=2, restarts=2), poisson(), federation, rounds=10, **QUIET)
+    one = ct.fit(ct.MixedEffects(covariance="diagonal"), poisson(), federation, rounds=10, **QUIET)
+    pooled = ct.fit(ct.FedAvg(lr=0.01, tau=10), poisson(), federation, rounds=20, **QUIET)
+    assert run.scores.metric == "deviance" and run.score < pooled.score and run.ari > 0.8
+    assert run.score < 1.05 * one.score < pooled.score
+    x = federation.test.client(0)[0]
+    assert np.allclose(run.predict(x, client=0), run.module(client=0)(x).exp().detach().numpy())
+    with pytest.raises(ValueError, match="standard deviations, not those of classes or counts"):
+        run.predict(x, client=0, deviations=True)
+
+
+def test_new_clients_with_counts_are_known_by_their_rows():
+    federation = counted(m=36, n=20, spread=0.8, rate=4.0)
+    run = ct.fit(ct.MixedEffects(), poisson(), federation.select(range(30)), rounds=12, **QUIET)
+
+    def deviance(rows):
+        found = []
+        for i in range(30, 36):
+            (x, y), (new, wanted) = federation.train.client(i), federation.test.client(i)
+            expected = torch.from_numpy(run.predict(new, client=(x[:rows], y[:rows]) if rows else None)[:, 0])
+            found.append(2 * (torch.xlogy(wanted, wanted / expected) - wanted + expected).mean())
+        return float(torch.stack(found).mean())
+
+    assert deviance(20) < deviance(3) < deviance(0)
+    x = federation.test.client(35)[0]
+    assert np.allclose(run.predict(x), run.module(0)(x).exp().detach().numpy())
+
+
+def test_engines_agree_on_counts_to_a_millionth():
+    federation, method = counted(m=8, n=5, groups=2), ct.MixedEffects(k=2, restarts=2)
+    models = {}
+    for name in ("sequential", "vmap", "vectorised", "sharded"):
+        cohort = simulated(federation, poisson(), Key.of(0).fold(1), executor=name)
+        models[name] = method.models(run_rounds(method, cohort, 3)[0])
+    with nodes((poisson(), federation)) as there:
+        models["flower"] = method.models(run_rounds(method, there, 3)[0])
+    for name, found in models.items():
+        for p, wanted in models["sequential"].items():
+            assert torch.allclose(found[p], wanted, rtol=1e-6, atol=1e-6), name
+
+
+def test_a_secure_sum_changes_nothing_for_large_counts():
+    federation = counted(m=8, n=5, rate=1e5)
+    plain, secure = (
+        ct.fit(ct.MixedEffects(), poisson(), federation, rounds=4, secure=s, **QUIET) for s in (None, ct.SecureSum())
+    )
+    for p, wanted in plain.models[0].items():
+        assert torch.allclose(secure.models[0][p], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_scales_make_no_difference_to_counts():
+    federation, by = counted(m=15), torch.tensor([1e-6, 1e6])
+    pairs = [federation.train.client(i) for i in range(15)]
+    far = ct.Federation.from_clients([(torch.cat([x * by, 3 * torch.ones(len(x), 1)], 1), y.long()) for x, y in pairs])
+    plain, scaled = (
+        ct.fit(ct.MixedEffects(tol=1e-5), task, given, rounds=25, **QUIET)
+        for task, given in ((poisson(), federation), (poisson(3), far))
+    )
+    x = pairs[0][0]
+    there = torch.cat([x * by, 3 * torch.ones(len(x), 1)], 1)
+    assert np.allclose(plain.predict(x, client=0), scaled.predict(there, client=0), rtol=0.02)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_clients_without_any_count_and_with_huge_ones(covariance):
+    federation = counted(m=12, n=6)
+    pairs = [federation.train.client(i) for i in range(12)]
+    rows = [(x, 0 * y if i < 4 else 1e8 * y if i < 8 else y) for i, (x, y) in enumerate(pairs)]
+    far = ct.Federation.from_clients([(x + 30 * (i == 11), y) for i, (x, y) in enumerate(rows)])
+    run = ct.fit(ct.MixedEffects(covariance=covariance), poisson(), far, rounds=15, **QUIET)
+    assert all(torch.isfinite(p).all() for p in run.models[0].values()) and math.isfinite(run.score)
+    assert run.predict(rows[0][0], client=0).max() < 0.5
+    assert run.predict(rows[5][0], client=5).mean() == pytest.approx(float(rows[5][1].mean()), rel=0.05)
+
+
+@pytest.mark.parametrize(("y", "given"), [([1.0, 2.5], "2.5"), ([0.0, -1.0], "-1"), ([3, -2], "-2")])
+def test_targets_that_are_no_counts_are_refused(y, given):
+    clients = ct.Federation.from_clients(
+        [(torch.ones(2, 2), torch.tensor([1, 0]).to(torch.tensor(y))), (torch.ones(2, 2), torch.tensor(y))]
+    )
+    with pytest.raises(ValueError, match=f"client 1: counts must be whole numbers of at least 0, got {given}$"):
+        ct.fit(ct.MixedEffects(), poisson(), clients, rounds=1)
+
+
+def test_counts_need_one_output_and_a_linear_model():
+    federation = counted(m=4)
+    with pytest.raises(ValueError, match=r"must give one output for one target per row, got outputs of shape \(2,\)"):
+        ct.fit(ct.FedAvg(), ct.Task.counts(ct.models.Linear(2, 2)), federation, rounds=1)
+    with pytest.raises(ValueError, match="linear in its parameters"):
+        ct.fit(ct.MixedEffects(), ct.Task.counts(ct.models.MLP(2, 4, 1)), federation, rounds=1)
 
 
 # --- bad data ----------------------------------------------------------------------------------------------------
@@ -436,3 +622,17 @@ def test_many_parameters_have_a_diagonal_covariance(caplog):
         run = ct.fit(ct.MixedEffects(), linear(60), federation, rounds=3, **QUIET)
     assert "covariance=diagonal: a full one of 61 parameters has 1,891 numbers" in caplog.text
     assert run.state.mixture.diagonal
+
+
+def test_few_odd_clients_are_no_group_unless_asked_for():
+    """BIC prefers a component of their own, which has less than 5 % of the clients."""
+    g = torch.Generator().manual_seed(1)
+    theta = torch.randn(80, 2, generator=g)
+    theta[:3] += 12
+    x = torch.randn(80, 6, 2, generator=g)
+    y = (x @ theta[..., None])[..., 0] + 0.5 * torch.randn(80, 6, generator=g)
+    federation = ct.Federation.from_clients([(x[i], y[i]) for i in range(80)])
+    runs = [ct.fit(ct.MixedEffects(k=k, restarts=4), linear(2), federation, rounds=40, **QUIET) for k in (1, 2, "auto")]
+    one, two, found = (run.algorithm.criterion(run.state).item() for run in runs)
+    assert two < one - 10 and runs[1].algorithm.members(runs[1].state).min() == 3
+    assert len(runs[2].models) == 1 and found == pytest.approx(one, abs=1)

@@ -205,6 +205,19 @@ def test_it_helps_where_clients_vary_and_leaves_them_alone_where_they_do_not():
     assert (own.scores.per_client == plain.scores.per_client).mean() > 0.3
 
 
+@pytest.mark.parametrize("model", [ct.models.Linear(3, 1), ct.models.MLP(3, 4, 1)])
+def test_caution_moves_fewer_clients_and_hurts_fewer(model):
+    federation, base = varying(0.7, m=80, rows=(4, 12), groups=1, noise=1.0), ct.FedAvg(lr=0.05)
+    task = ct.Task.regressor(model)
+    plain, bold, careful = (
+        ct.fit(m, task, federation, rounds=20, evaluations=1)
+        for m in (base, ct.Personal(base), ct.Personal(base, caution=2.0))
+    )
+    hurt = [(own.scores.per_client > plain.scores.per_client).mean() for own in (bold, careful)]
+    kept = [(own.scores.per_client != plain.scores.per_client).mean() for own in (bold, careful)]
+    assert hurt[1] < hurt[0] and 0 < kept[1] < kept[0]
+
+
 def swapped(m=6, n=30):
     """Two kinds of rows, which every second client names the other way round."""
     g, parts = torch.Generator().manual_seed(0), ([], [])

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,68 @@ def test_a_key_draws_the_same_model_and_leaves_the_global_generator_alone():
     again, other = task.init(Key.of(1)), task.init(Key.of(2))
     assert all(torch.equal(one[n], again[n]) for n in one)
     assert not torch.equal(one["layers.0.weight"], other["layers.0.weight"])
+
+
+def test_counts_by_hand():
+    task = ct.Task.counts(ct.models.Linear(1, 1))
+    theta = {"weight": torch.tensor([[1.0]]), "bias": torch.tensor([0.5])}
+    x, y = torch.tensor([[0.0], [1.0], [-2.0]]), torch.tensor([2, 0, 5])
+    rate = (x[:, 0] + 0.5).exp()
+    wanted = -torch.distributions.Poisson(rate).log_prob(y)
+    for target in (y, y.float(), y[:, None]):
+        assert torch.allclose(task.loss(theta, rows(x, target)), wanted)
+    deviance = 2 * (torch.xlogy(y, y / rate) - y + rate)
+    assert torch.allclose(task.score(theta, rows(x, y)), deviance, atol=1e-6)
+    assert torch.allclose(task.predict(task.functions.output(theta, x, torch.ones(3)))[:, 0], rate)
+    slope = grad(lambda p: task.loss(p, rows(x, y)).sum())(theta)["bias"]
+    assert torch.allclose(slope, (rate - y).sum())
+
+
+def test_losses_of_counts_keep_their_digits_and_never_overflow():
+    task = ct.Task.counts(ct.models.Linear(1, 1))
+    y = torch.tensor([1e6, 1e9])
+    near = {"weight": torch.zeros(1, 1), "bias": torch.tensor([math.log(1e6)])}
+    assert task.score(near, rows(torch.zeros(2, 1), y))[0] < 0.1
+    assert task.loss(near, rows(torch.zeros(2, 1), y))[0] == pytest.approx(0.5 * math.log(2 * math.pi * 1e6), abs=0.05)
+    far = {"weight": torch.tensor([[1.0]]), "bias": torch.zeros(1)}
+    data = rows(torch.tensor([[-1e6], [-100.0], [100.0], [1e6]]), torch.tensor([0.0, 3.0, 3.0, 1e9]))
+    slope = vmap(grad(lambda p, x, y: task.loss(p, Data(x[None], y[None], torch.ones(1))).sum()), (None, 0, 0))
+    assert task.loss(far, data).isfinite().all() and task.score(far, data).isfinite().all()
+    found = slope(far, data.x, data.y)["bias"]
+    assert found.isfinite().all() and (found[2:] > 0).all()  # it always points back
+
+
+METHODS = [
+    ct.FedAvg(lr=0.02),
+    ct.IFCA(2, lr=0.02, init=ct.Tournament(steps=4, bouts=1)),
+    ct.CFL(lr=0.02, patience=2),
+    ct.FedEM(2, lr=0.02, init=ct.Tournament(steps=4, bouts=1)),
+    ct.Personal(ct.FedAvg(lr=0.02)),
+    ct.LocalOnly(lr=0.02),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_every_way_of_sharing_takes_counts(method):
+    federation = ct.data.varying_counts(8, 20, 2, groups=2, distance=0.7, test_rows=20)
+    task = build_task({"kind": "counts", "model": {"name": "linear", "inputs": 2, "outputs": 1}})
+    run = ct.fit(method, task, federation, rounds=12, evaluations=1)
+    y = federation.test.y.reshape(8, 20)
+    constant = 2 * (torch.xlogy(y, y / y.mean()) - y + y.mean()).mean()
+    assert run.score < constant and not any("worse than" in w for w in run.warnings)
+    assert run.scores.error.tolist() == run.scores.per_client.tolist()
+    assert (run.predict(federation.test.x, client=0) > 0).all()
+
+
+def test_the_usual_candidates_for_counts_bear_their_steps():
+    federation = ct.data.varying_counts(6, 20, 2, distance=0.7, rate=300.0, test_rows=20)
+    task = ct.Task.counts(ct.models.Linear(2, 1))
+    found = ct.candidates(task, federation, k=2)
+    assert isinstance(found["random effects"], ct.MixedEffects) and isinstance(found["2 groups"], ct.IFCA)
+    run = ct.fit(found["one for all"], task, federation, rounds=30, evaluations=1)
+    assert run.score < 5
+    found = ct.diagnose(federation, ct.fit(ct.MixedEffects(), task, federation, rounds=5, evaluations=1))
+    assert found.supported and found.figures[0].value < 5  # it trains on, with steps that the counts bear
 
 
 def test_losses_by_hand():
@@ -156,6 +220,7 @@ def kinds():
     return {
         "classifier": (ct.Task.classifier(ct.models.MLP(4, 3, 2)), rows(x, torch.arange(6) % 2)),
         "regressor": (ct.Task.regressor(ct.models.Linear(4, 1)), rows(x, torch.arange(6.0))),
+        "counts": (ct.Task.counts(ct.models.Linear(4, 1)), rows(x, torch.arange(6))),
         "language_model": (ct.Task.language_model(small_lstm()), rows(words[:, :-1], words[:, 1:])),
     }
 
@@ -181,6 +246,9 @@ def test_an_ensemble_of_two_by_hand(kind):
     elif kind == "regressor":
         outs = [functional_call(ct.models.Linear(4, 1), theta, (data.x,))[:, 0] for theta in models]
         expected = (sum(outs) / 2 - data.y).square()
+    elif kind == "counts":
+        outs = [functional_call(ct.models.Linear(4, 1), theta, (data.x,))[:, 0].exp() for theta in models]
+        expected = -torch.distributions.Poisson(sum(outs) / 2).log_prob(data.y)
     else:
         outs = [functional_call(small_lstm(), theta, (data.x,)).softmax(-1) for theta in models]
         expected = -(sum(outs) / 2).gather(-1, data.y[..., None])[..., 0].log().mean(1)

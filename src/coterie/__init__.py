@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names are found as `__getattr__` says
     from coterie import callbacks, data, models, testing
+    from coterie.analysis.table_fit import TableFit, fit_table
     from coterie.core.federation import Federation
     from coterie.core.optimisers import SGD, Adam, AdamW, Yogi
     from coterie.core.registry import register
     from coterie.core.task import Task
     from coterie.core.uplink import Quantise
+    from coterie.estimators import ClusteredClassifier, ClusteredRegressor
     from coterie.methods.cfl import CFL
     from coterie.methods.clustergan import ClusterGAN
     from coterie.methods.ditto import Ditto
@@ -46,9 +48,11 @@ __version__ = "0.2.0"
 moved.install()
 
 _HOMES = {
+    "analysis.table_fit": ("TableFit", "fit_table"),
     "core.federation": ("Federation",),
     "core.registry": ("register",),
     "core.task": ("Task",),
+    "estimators": ("ClusteredClassifier", "ClusteredRegressor"),
     "runs.candidates": ("candidates",),
     "runs.choosing": ("choose_k", "compare"),
     "runs.comparison": ("ChosenK", "Comparison"),

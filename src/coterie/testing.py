@@ -25,7 +25,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.membership import Membership
-from coterie.core.method import Method
+from coterie.core.method import Groups, Method
 from coterie.core.pytree import leaves, tree_map
 from coterie.core.registry import named
 from coterie.core.settings import validate
@@ -307,6 +307,23 @@ def _assign_of_a_training_client_is_its_label(method: Method, problem: Problem) 
             assert assigned == label, f"client {i} is in cluster {label}, but assigned to {assigned}"
 
 
+def _adopted_clients_are_where_they_were(method: Method, problem: Problem) -> None:
+    """A state that goes on with the same models and half of the clients, in another order, knows the same of them."""
+    cohort, half = _cohort(problem), torch.arange(len(problem.federation)).flip(0)[::2]
+    state, _ = run_rounds(method, cohort)
+    models, labels = method.models(state), method.labels(state)[half]
+    try:
+        after, now = method.adopt(state, Groups(models, half, labels), problem.task)
+    except ValueError as why:
+        raise Skip(str(why)) from None
+    assert_same(after.models(now), models, CLOSE)
+    assert_same(after.labels(now), labels)
+    some = Problem(problem.task, problem.federation.select(half))
+    state, report = after.round(now, _cohort(some).at(ROUNDS))
+    assert len(after.labels(state)) == len(half), "a round must know the clients that were adopted, and no others"
+    assert report.clients.max() < len(half)
+
+
 def _steps_can_be_batched(method: Method, problem: Problem) -> None:
     cohort = _cohort(problem, "vmap")
     run_rounds(method, cohort)
@@ -343,7 +360,8 @@ _CHECKS: dict[str, Callable[[Method, Problem], None]] = {
     for check in (
         _settings, _shapes, _engines_agree, _scores_agree, _same_key_same_result, _stop_and_resume,
         _renumbering_clients_renumbers_labels, _an_empty_cluster_keeps_its_model,
-        _assign_of_a_training_client_is_its_label, _steps_can_be_batched, _secure_sum, _real_federation,
+        _assign_of_a_training_client_is_its_label, _adopted_clients_are_where_they_were, _steps_can_be_batched,
+        _secure_sum, _real_federation,
     )
 }  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import logging
 import zipfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie.analysis.folder import assign_table, csv_of, is_table_fit
 from coterie.core.federation import Federation
 from coterie.core.method import Method
 from coterie.core.task import Task
@@ -19,6 +19,7 @@ from coterie.runs.load import load
 from coterie.runs.run import Run, assign
 from coterie.storage import snapshot
 from coterie.storage.tables import Names, order
+from coterie.tables.reading import read_table
 
 log = logging.getLogger("coterie")
 
@@ -27,19 +28,22 @@ def assign_file(run: Path, data: Path) -> list[dict[str, Any]]:
     """Return the cluster of every client in a file, or of every row if the run groups points.
 
     Args:
-        run: The folder of a finished run.
-        data: A .npz or .csv file.
+        run: The folder of a finished run, or of an analysed table.
+        data: A .npz or .csv file; a table, if the folder is one of `coterie fit`.
 
     Returns:
         Dicts of client, rows, cluster; or of client, row, cluster if the run groups points.
     """
+    if is_table_fit(run):
+        return assign_table(run, read_table(data))
     loaded = restored(run)
     algorithm, task, state = loaded.algorithm, loaded.task, loaded.state
     columns = _columns(run, data)
     if algorithm.needs.points:
         return _assign_points(algorithm, task, state, data, columns)
     kind = read_config(run)["task"]["kind"]
-    clients = read_clients(data, labels=kind != "regressor", words=kind == "language_model", columns=columns)
+    labels = kind not in ("regressor", "counts")
+    clients = read_clients(data, labels=labels, words=kind == "language_model", columns=columns)
     clients.check(task)
     found = []
     for i, name in enumerate(clients.ids or ()):
@@ -78,11 +82,7 @@ def write_csv(found: list[dict[str, Any]], path: Path) -> None:
         found: The assignments that `assign_file` returned.
         path: The file.
     """
-    text = io.StringIO()
-    table = csv.DictWriter(text, list(found[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(found)
-    snapshot.write_text(path, text.getvalue())
+    snapshot.write_text(path, csv_of(found))
 
 
 def restored(run: Path) -> Run:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import coterie
-from coterie.cli import compare, flower, lab, sweep
+from coterie.cli import compare, flower, lab, sweep, tables
 from coterie.cli import demo as demo_module
 from coterie.cli import show as display
 from coterie.cli.files import read_toml
@@ -32,6 +32,8 @@ app.add_typer(lab.bench, name="bench")
 app.command()(lab.reproduce)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
+app.command()(tables.fit)
+app.command()(tables.predict)
 
 PATIENCE = 10  # seconds that a failed process waits for the first one to report the error
 
@@ -114,8 +116,10 @@ def show(
 
 @app.command()
 def assign(
-    run: Annotated[Path, typer.Argument(help="A finished run folder.")],
-    data: Annotated[Path, typer.Argument(help=".npz with x, y and optionally client; or .csv with a header.")],
+    run: Annotated[Path, typer.Argument(help="A finished run folder, or one that `coterie fit` has written.")],
+    data: Annotated[
+        Path, typer.Argument(help=".npz with x, y and optionally client; .csv with a header; or a table as of `fit`.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Also write the clusters: a .csv.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -132,11 +136,12 @@ def assign(
 def diagnose(
     run: Annotated[Path, typer.Argument(help="A finished run folder.")], device: Device = "auto", as_json: Json = False
 ) -> None:
-    """Check whether the data support the groups of a run, for regressions that are linear in their parameters."""
+    """Check whether the data support the groups of a run: yes, no, or no verdict where figures do not decide."""
     from coterie.cli.diagnose import diagnose_folder
 
     found = diagnose_folder(run, device)
-    content = {"supported": found.supported, "verdict": found.verdict, "figures": [f._asdict() for f in found.figures]}
+    answer = {"supported": found.supported, "groups": found.groups, "verdict": found.verdict}
+    content = answer | {"figures": [f._asdict() for f in found.figures]}
     display.emit(content, as_json, lambda: display.text(str(found)))
 
 

@@ -210,9 +210,10 @@ def assigned(found: list[dict[str, Any]]) -> None:
     if "row" in found[0]:
         console.print(_assigned_points(found))
         return
-    table = _table("client", ">rows", ">cluster")
+    cluster = "group" if "group" in found[0] else "cluster"
+    table = _table("client", ">rows", f">{cluster}")
     for row in found:
-        table.add_row(row["client"], str(row["rows"]), str(row["cluster"]))
+        table.add_row(row["client"], str(row["rows"]), str(row[cluster]))
     console.print(table)
 
 

@@ -42,3 +42,14 @@ def check_targets(out: Tensor, y: Tensor) -> str | None:
     if out.shape[1:] != y.shape[1:] and not single:
         return f"the model gives outputs of shape {tuple(out.shape[1:])}, the targets have {tuple(y.shape[1:])}"
     return None
+
+
+def check_counts(out: Tensor, y: Tensor) -> str | None:
+    """Counts: one whole number of at least 0 per row, and one output for it."""
+    if not {out.shape[1:], y.shape[1:]} <= {(), (1,)}:
+        given = f"outputs of shape {tuple(out.shape[1:])} and targets of shape {tuple(y.shape[1:])}"
+        return f"a model of counts must give one output for one target per row, got {given}"
+    values = y[:1] if y.stride(0) == 0 else y  # all rows may be views of one
+    if bool((wrong := (values < 0) | (values != values.round())).any()):
+        return f"counts must be whole numbers of at least 0, got {values[wrong][0].item():g}"
+    return None

@@ -17,7 +17,6 @@ from torch.func import grad, jacrev, vmap
 
 from coterie.core.first_layer import FirstLinear
 from coterie.core.key import Key
-from coterie.core.losses import cross_entropy
 from coterie.core.pytree import Params, flat
 
 if TYPE_CHECKING:
@@ -80,21 +79,21 @@ def jacobian_of(
     return phi
 
 
-def is_linear_classifier(task: Task, x: Tensor) -> bool:
-    """Whether a task's logits are ⟨φ_c(x), θ⟩ and its loss is cross-entropy, tried on some rows."""
+def is_generalised_linear(task: Task, x: Tensor) -> bool:
+    """Whether a task's outputs are ⟨φ_c(x), θ⟩, and its targets classes or counts, tried on some rows."""
     from coterie.core.task import Data
 
-    if task.jacobian is None:
+    if task.jacobian is None or task.functions is None:
         return False
     rows = Data(x, torch.zeros(len(x), dtype=torch.long), torch.ones(len(x)))
     try:
         phi = task.jacobian(x)
         for j in range(2):
             theta = {name: p.to(x.dtype) for name, p in task.init(Key.of(j)).items()}
-            given, expected = task.loss(theta, rows), cross_entropy(phi @ flat(theta, 0), rows.y)
+            given, expected = task.loss(theta, rows), task.functions.loss(phi @ flat(theta, 0), rows.y)
             if not torch.allclose(given, expected, rtol=1e-3, atol=1e-5):
                 return False
-    except RuntimeError:  # its outputs are no logits, or it takes rows together
+    except RuntimeError:  # its outputs are of another number, or it takes rows together
         return False
     return True
 

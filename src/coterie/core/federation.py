@@ -22,6 +22,9 @@ from coterie.storage.clients import Given, Reader, one_per_client
 from coterie.storage.inputs import Inputs
 from coterie.storage.packed import Array, Packed, check_rows, client_name, take_in
 from coterie.storage.tables import plain_clients
+from coterie.tables.preparation import Preparation
+from coterie.tables.rows import held_out, usable
+from coterie.tables.target import Kind, Target
 
 __all__ = ["Array", "Federation", "Packed"]
 
@@ -41,6 +44,7 @@ class Federation:
         source: A plain description from which the command line can build the federation again.
         inputs: The inputs that lie side by side in a row of x, where a module takes several; None where a row is one.
         columns: The names of the entries of a row of x, None where they have none.
+        preparation: How rows of a table became rows of x, where it was made from one.
 
     Example:
         >>> fed = Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3)), (torch.ones(5, 2), torch.ones(5))])
@@ -55,6 +59,7 @@ class Federation:
     source: dict[str, Any] = field(default_factory=dict)
     inputs: Inputs | None = None
     columns: tuple[str, ...] | None = None
+    preparation: Preparation | None = None
 
     def __post_init__(self) -> None:
         m = len(self.train.offsets) - 1
@@ -128,6 +133,60 @@ class Federation:
         tests = _packed(take_in(test or (), name, "test rows", reader.read, like=(own.x, own.y)))
         truth = None if groups is None else _numbered(groups)
         return cls(own, tests, truth, names, source or {}, reader.inputs, named)
+
+    @classmethod
+    def from_table(
+        cls,
+        frame: Any,
+        client: str,
+        target: str,
+        *,
+        kind: Kind = "auto",
+        test: float = 0.25,
+        time: str | None = None,
+        seed: int = 0,
+        preparation: Preparation | None = None,
+    ) -> Federation:
+        """A federation from one table with a column that says whose a row is.
+
+        Numbers are standardised, categories become columns of 0 and 1, missing values the mean, dates several numbers.
+        All of this follows from sums over the training rows, and is kept: `federation.preparation.features(rows)` does
+        the same to other rows, and `federation.preparation.notes` says what was done.
+
+        Args:
+            frame: The rows: a table of pandas', or any that narwhals knows, such as those of polars.
+            client: The column that says whose a row is.
+            target: The column that is to be predicted. Words, and any two values, are classes; numbers are
+                standardised, or their logarithms if they are above 0 and skewed.
+            kind: What the target is, where it is not to be found out: "number", "log" or "classes".
+            test: The share of each client's rows that are test rows, at least one of several; 0 for none.
+            time: A column that orders the rows of a client; the last ones are the test rows. None draws them.
+            seed: Of that draw.
+            preparation: That of other rows, to be used in place of one of these.
+
+        Raises:
+            ValueError: A column is not there, or cannot be what it is said to be; says which.
+
+        Example:
+            >>> import pandas as pd
+            >>> shops = {"shop": list("aaabbb"), "price": [1.0, 2, 3, 2, 3, 4], "sales": [9.0, 7, 5, 4, 4, 3]}
+            >>> rows = pd.DataFrame(shops)
+            >>> federation = Federation.from_table(rows, client="shop", target="sales")
+            >>> federation.ids, federation.columns, federation.train.sizes.tolist()
+            (('a', 'b'), ('price',), [2, 2])
+        """
+        rows = usable(frame, client, target)
+        held = held_out(rows, test, time, seed)
+        own = preparation or Preparation.of_table(rows.frame[~held], client, target, kind)
+        if own.target.classes and preparation is None:  # test rows may have a class that others have not
+            own = own.with_classes(Target.of_rows(rows.frame[target], "classes").classes)
+        names, code = rows.by_client()
+        x, (y, known) = own.features(rows.frame), own.targets(rows.frame)
+        if not known.all():
+            raise ValueError(f"target '{target}' is no number in {int((~known).sum()):,} rows")
+        train, tests = (_by_client(x, y, code, part, len(names)) for part in (~held, held))
+        described = replace(own, layout=replace(own.layout, notes=(*rows.notes, *own.notes)))
+        return cls(train, tests if held.any() else None, ids=names, columns=own.names, preparation=described)
 
     @classmethod
     def create(
@@ -205,6 +264,7 @@ class Federation:
             tuple(str(i) if self.ids is None else self.ids[i] for i in keep),
             inputs=self.inputs,
             columns=self.columns,
+            preparation=self.preparation,
         )
 
     def map(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], **source: Any) -> Federation:
@@ -231,6 +291,15 @@ def _packed(clients: Iterable[Packed]) -> Packed | None:
     """All clients in one piece; None if there is none. Their own pieces are not kept."""
     own = list(clients)
     return Packed.of(own) if own else None
+
+
+def _by_client(x: np.ndarray, y: np.ndarray, code: np.ndarray, which: np.ndarray, m: int) -> Packed:
+    """Some rows of a table, those of client 0 first."""
+    at = np.flatnonzero(which)
+    at = at[np.argsort(code[at], kind="stable")]
+    offsets = torch.zeros(m + 1, dtype=torch.long)
+    offsets[1:] = torch.from_numpy(np.bincount(code[at], minlength=m)).cumsum(0)
+    return Packed(torch.from_numpy(x[at]), torch.from_numpy(y[at]), offsets)
 
 
 def _numbered(groups: Array | Sequence[Any]) -> Tensor:

@@ -40,7 +40,7 @@ class Maker:
     def __call__(self, seed: int) -> nn.Module:
         """A module; layers draw from the global generator only, which is seeded, and then put back as it was."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            _seed(seed)
             made = self._build()
         if not isinstance(made, nn.Module):
             raise ValueError(f"Task: the function must build a torch.nn.Module, but returned {type(made).__name__}")
@@ -61,6 +61,14 @@ class Maker:
                 for name, value in frozen.items():
                     fresh.get_parameter(name).copy_(value)
         return fresh
+
+
+def _seed(seed: int) -> None:
+    """The same as `torch.manual_seed`, which is slow where it has to note the seed for GPUs that are not there."""
+    if torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def _check_whole(module: nn.Module) -> None:

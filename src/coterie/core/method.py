@@ -52,6 +52,20 @@ class Needs(NamedTuple):
     soft: bool = False
 
 
+class Groups(NamedTuple):
+    """Clients and models as they are now, for `Method.adopt`.
+
+    Attributes:
+        models: The clusters' models (k, …), which may be more or fewer than those of the state.
+        clients: Where each client is among those that the state is about (m,).
+        labels: The cluster of each (m,), -1 where it is to be found yet.
+    """
+
+    models: Params
+    clients: Tensor
+    labels: Tensor
+
+
 class Served(NamedTuple):
     """What clients are sent to be served with.
 
@@ -110,6 +124,26 @@ class Method(ABC):
             ValueError: It takes nobody once it has begun, or not these.
         """
         raise ValueError(f"{type(self).__name__} takes no clients once it has begun")
+
+    def adopt(self, state: Any, groups: Groups, task: Task) -> tuple[Method, Any]:
+        """The method and the state that go on with these models and clients, for `Run.update`.
+
+        Args:
+            state: About the clients of before.
+            groups: The models, and which clients are with which.
+            task: What is learnt.
+
+        Raises:
+            ValueError: It cannot, or not with these settings.
+        """
+        raise ValueError(
+            f"update: {type(self).__name__} cannot go on with other clients than it began with: it has no `adopt`, as "
+            "IFCA, CFL, FedX, MixedRegression, MixedEffects, FedAvg, and Personal around them have"
+        )
+
+    def grows(self) -> bool:
+        """Whether `adopt` takes more models than there were; else `Run.update` looks for no new groups."""
+        return False
 
     def members(self, state: Any) -> Tensor:
         """How many clients each cluster has, as the server knows it (k,)."""

@@ -6,12 +6,12 @@ examples. Every other tree (a state, a reply) is built of dicts, tuples and Name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils import _pytree as torchs
 
 __all__ = [
     "Outer", "Params", "all_on", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take",
@@ -19,6 +19,46 @@ __all__ = [
 ]  # fmt: skip
 
 Params = dict[str, Tensor]
+
+
+def tree_map(function: Callable[..., Any], tree: Any, *more: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """A tree like the first with `function(x, *others)` at the leaves: the same as torch's, but faster.
+
+    Args:
+        function: Of a leaf of each tree.
+        tree: The tree.
+        more: Others of the same form.
+        is_leaf: Whether a part of the first is to be taken for a leaf.
+
+    Example:
+        >>> tree_map(lambda x, y: x + y, {"a": (1, 2)}, {"a": (10, 20)})
+        {'a': (11, 22)}
+    """
+    if is_leaf is not None and is_leaf(tree):
+        return function(tree, *more)
+    kind = type(tree)
+    if kind is dict:
+        if any(other.keys() != tree.keys() for other in more):
+            raise ValueError(f"trees of other forms: {[list(x) for x in (tree, *more)]}")
+        return {k: tree_map(function, x, *[other[k] for other in more], is_leaf=is_leaf) for k, x in tree.items()}
+    if kind is tuple or kind is list or (isinstance(tree, tuple) and hasattr(kind, "_make")):
+        parts = [tree_map(function, *each, is_leaf=is_leaf) for each in zip(tree, *more, strict=True)]
+        return kind._make(parts) if hasattr(kind, "_make") else kind(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    if kind in torchs.SUPPORTED_NODES:  # what other libraries have told torch of
+        return torchs.tree_map(function, tree, *more, is_leaf=is_leaf)
+    return function(tree, *more)
+
+
+def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves of a tree, in a fixed order.
+
+    Example:
+        >>> tree_leaves({"a": (1, 2), "b": [3]})
+        [1, 2, 3]
+    """
+    found: list[Any] = []
+    tree_map(found.append, tree, is_leaf=is_leaf)
+    return found
 
 
 class Outer(NamedTuple):

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
-from coterie.core.settings import nearest_name
+from coterie.storage.names import nearest_name
 
 log = logging.getLogger("coterie")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
-from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -58,12 +56,6 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     """
     if not _fits(value, hint):
         raise ValueError(f"{name} must be {_describe(hint)}, got {value!r}")
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """A hint that ends an error message: the known name most like the one given."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
 
 
 def to_plain(value: Any) -> Any:

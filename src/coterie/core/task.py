@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from coterie.core.checks import check_density, check_labels, check_targets, check_words
+from coterie.core.checks import check_counts, check_density, check_labels, check_targets, check_words
 from coterie.core.features import features_of, jacobian_of
 from coterie.core.first_layer import FirstLinear
 from coterie.core.key import Key
-from coterie.core.losses import cross_entropy, squared_error, word_cross_entropy
+from coterie.core.losses import (
+    cross_entropy,
+    doubt,
+    is_right,
+    poisson,
+    poisson_deviance,
+    squared_error,
+    surprise,
+    word_cross_entropy,
+)
 from coterie.core.making import Init, Maker
+from coterie.core.mixing import mean_exponential, mean_output, mean_probability
 from coterie.core.module import BatchNorm, PureModule, name_of
 from coterie.core.module_task import ModuleFunctions, PerRow
+from coterie.core.networks import Networks, part
 from coterie.core.pytree import Params, leaves
 
 if TYPE_CHECKING:
@@ -36,19 +47,6 @@ class Data(NamedTuple):
     mask: Tensor  # 1 for a real row, 0 for padding
 
 
-class Networks(NamedTuple):
-    """The networks of an adversarial task, each a pure function of the parameters of all and of rows or codes.
-
-    A code (n, dz + k) is dz numbers, and then a cluster's one-hot; an encoder gives logits in its place.
-    """
-
-    generate: Callable[[Params, Tensor], Tensor]  # from codes to rows
-    judge: Callable[[Params, Tensor], Tensor]  # from rows to the critic's opinion of each (n, 1)
-    encode: Callable[[Params, Tensor], Tensor]  # from rows to codes
-    dz: int
-    k: int
-
-
 def _no_ensemble() -> Task:
     raise ValueError("Task: only a task made from a module knows how to mix the outputs of models")
 
@@ -61,13 +59,14 @@ class Task:
         init: `init(key) -> Params`, a freshly drawn model.
         loss: `loss(params, data) -> (n,)`, one value per row.
         score: `score(params, data) -> (n,)`, what an analyst would look at, one value per row.
-        metric: What the mean of `score` is called: "accuracy", "mse", "nats".
+        metric: What the mean of `score` is called: "accuracy", "mse", "deviance", "nats".
         check: `check(data)` says what is wrong with rows, None if they suit the model.
         first_layer: `first_layer(x)` takes the model apart after a linear first layer; None if it has none.
         features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
             side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
             `coterie.core.features`. None for other tasks.
-        jacobian: `jacobian(x)` is the same for each logit (n, c, d), under cross-entropy; None for other tasks.
+        jacobian: `jacobian(x)` is the same for each output (n, c, d), under the losses of classes and counts; None for
+            other tasks.
         from_moments: `from_moments(mean, covariance)` are the likeliest parameters of a density that has a closed form;
             None for others.
         location: Names of a density's parameters that say where its rows lie rather than how they are spread.
@@ -75,11 +74,12 @@ class Task:
         train: `train(params, data, seed) -> (n,), moved`: the loss of each row in training, with dropout masks that
             follow from a seed, and the buffers that training has moved. None where training is the same as scoring.
         functions: What a task that is made from a module does with it; None for others.
-        predict: `predict(output)` is what a user would read off an output: of a classifier, the class.
+        predict: `predict(output)` is what a user would read off an output: of a classifier the class, of counts the
+            expected one.
         ensemble: `ensemble()` is the task of several models together. Its Params lead with an axis of models (j, …), as
             `core.pytree.stack` makes them, and its loss and score are those of the models' mixed output: the mean of
-            the probabilities, of a regressor the mean output. An entry `SHARE` (j,) weighs them; without it they count
-            alike. Its `init` draws an ensemble of one.
+            the probabilities or of the expected counts, of a regressor the mean output. An entry `SHARE` (j,) weighs
+            them; without it they count alike. Its `init` draws an ensemble of one.
         spec: A plain description from which the command line can build the task again; empty for a user's module.
 
     Example:
@@ -139,12 +139,12 @@ class Task:
         return cls.from_module(
             module,
             loss=cross_entropy,
-            score=_is_right,
+            score=is_right,
             metric="accuracy",
             init=init,
             batch_norm=batch_norm,
             check=check_labels,
-            mix=_mean_probability,
+            mix=mean_probability,
             predict=lambda out: out.argmax(-1),
             spec={"kind": "classifier", **_spec(module, batch_norm)},
         )
@@ -170,6 +170,30 @@ class Task:
         )
 
     @classmethod
+    def counts(cls, module: Source, *, init: Init = "random", batch_norm: BatchNorm = "average") -> Task:
+        """Poisson regression for a module with one output, the log of the expected count; `predict` gives that count.
+
+        The loss is minus the log-likelihood, the score the deviance: twice what it exceeds its least by.
+
+        Args:
+            module: As for `from_module`.
+            init: As for `from_module`.
+            batch_norm: As for `from_module`.
+        """
+        return cls.from_module(
+            module,
+            loss=poisson,
+            score=poisson_deviance,
+            metric="deviance",
+            init=init,
+            batch_norm=batch_norm,
+            check=check_counts,
+            mix=mean_exponential,
+            predict=torch.exp,
+            spec={"kind": "counts", **_spec(module, batch_norm)},
+        )
+
+    @classmethod
     def language_model(cls, module: Source, *, init: Init = "random", batch_norm: BatchNorm = "average") -> Task:
         """Cross-entropy of the next word for a module that returns one logit per word at every position.
 
@@ -188,7 +212,7 @@ class Task:
             init=init,
             batch_norm=batch_norm,
             check=check_words,
-            mix=_mean_probability,
+            mix=mean_probability,
             predict=lambda out: out.argmax(-1),
             spec={"kind": "language_model", **_spec(module, batch_norm)},
         )
@@ -202,11 +226,11 @@ class Task:
         """
         task = cls.from_module(
             module,
-            loss=_surprise,
-            score=_surprise,
+            loss=surprise,
+            score=surprise,
             metric="nats",
             check=check_density,
-            mix=_mean_density,
+            mix=mean_exponential,
             spec={"kind": "density", **_spec(module)},
         )
         return replace(
@@ -232,13 +256,13 @@ class Task:
             )
         task = cls.from_module(
             module,
-            loss=_doubt,
-            score=_doubt,
+            loss=doubt,
+            score=doubt,
             metric="nats",
-            mix=_mean_probability,
+            mix=mean_probability,
             spec={"kind": "adversarial", **_spec(module)},
         )
-        parts = (_part(module, name) for name in ("generator", "critic", "encoder"))
+        parts = (part(module, name) for name in ("generator", "critic", "encoder"))
         return replace(task, networks=Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k)))
 
     @classmethod
@@ -301,7 +325,7 @@ class Task:
         pure = PureModule(make(0), batch_norm, carry)
         if not pure.kinds.trained:
             raise ValueError(f"Task: {pure.name} has no parameter that could be trained and sent")
-        functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or _mean)
+        functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or mean_output)
         return cls._of(functions, metric or ("loss" if score is None else "score"), predict, spec or {})
 
     @classmethod
@@ -330,7 +354,7 @@ class Task:
             check=own.check,
             first_layer=own.first_layer,
             features=features_of(output, own.pure.shapes, own.first_layer) if own.loss is squared_error else None,
-            jacobian=jacobian_of(output, own.pure.shapes) if own.loss is cross_entropy else None,
+            jacobian=jacobian_of(output, own.pure.shapes) if own.loss in (cross_entropy, poisson) else None,
             train=own.training,
             functions=own,
             predict=predict,
@@ -359,25 +383,10 @@ class Task:
         return self._of(replace(self.functions, inputs=inputs), self.metric, self.predict, self.spec)
 
 
-def _part(module: nn.Module, name: str) -> Callable[[Params, Tensor], Tensor]:
-    """One submodule, as a function of the whole module's parameters."""
-    pure, prefix = PureModule(module.get_submodule(name)), f"{name}."
-
-    def forward(params: Params, x: Tensor) -> Tensor:
-        own = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
-        return pure(own, (x,), {}, x.new_ones(len(x)))
-
-    return forward
-
-
 def _spec(module: Source, batch_norm: BatchNorm = "average") -> dict[str, Any]:
     """What a description says besides the kind: the model, and how BatchNorm is done where that is not as usual."""
     model = {"model": module.spec} if isinstance(module, nn.Module) and hasattr(module, "spec") else {}
     return {**model, "batch_norm": batch_norm} if batch_norm != "average" else model
-
-
-def _is_right(out: Tensor, y: Tensor) -> Tensor:
-    return (out.argmax(-1) == y).float()
 
 
 def apart(mixture: Params) -> tuple[Params, Tensor]:
@@ -385,25 +394,3 @@ def apart(mixture: Params) -> tuple[Params, Tensor]:
     models = {name: p for name, p in mixture.items() if name != SHARE}
     first = leaves(models)[0]
     return models, mixture.get(SHARE, first.new_full((len(first),), 1 / len(first)))
-
-
-def _mean(outs: Tensor, shares: Tensor) -> Tensor:
-    return torch.tensordot(shares, outs, 1)
-
-
-def _mean_density(outs: Tensor, shares: Tensor) -> Tensor:
-    """The log of the mean over models of densities, given their logs (j, n, …)."""
-    return (outs + shares.log().reshape(-1, *[1] * (outs.dim() - 1))).logsumexp(0)
-
-
-def _mean_probability(outs: Tensor, shares: Tensor) -> Tensor:
-    """The log of the mean over models of the probabilities that their logits (j, n, …, classes) give."""
-    return _mean_density(outs.log_softmax(-1), shares)
-
-
-def _surprise(out: Tensor, y: Tensor) -> Tensor:
-    return -out
-
-
-def _doubt(out: Tensor, y: Tensor) -> Tensor:
-    return -out.log_softmax(-1).amax(-1)

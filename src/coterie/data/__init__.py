@@ -22,12 +22,15 @@ from coterie.data.points import gaussian_clusters, subspace_clusters
 from coterie.data.regression import mixed_regression, regression_truth
 from coterie.data.representation import rotnet_features
 from coterie.data.source import CHANGES, DATASETS, deal
-from coterie.data.synthetic import linear_mixture, varying_regression
+from coterie.data.stores import stores
+from coterie.data.synthetic import linear_mixture, varying_counts, varying_regression
 
 __all__ = [
     "CHANGES", "DATASETS", "ag_news", "cifar10", "deal", "digits", "dirichlet", "gaussian_clusters", "keep_labels",
     "linear_mixture", "mapped", "mixed_groups", "mixed_regression", "mixture", "mnist", "mnist_digits",
     "mnist_rotations", "newsgroups", "noisy_labels", "offset_targets", "outliers", "panel", "permute_labels",
     "permuted_digits", "quantity_skew", "random_background", "regression_truth", "rotate", "rotated_digits",
-    "rotated_mnist", "rotnet_features", "shift_features", "subspace_clusters", "swap_labels", "varying_regression",
+    "rotated_mnist", "rotnet_features", "shift_features", "stores", "subspace_clusters", "swap_labels",
+    "varying_counts",
+    "varying_regression",
 ]  # fmt: skip

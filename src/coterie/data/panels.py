@@ -14,8 +14,8 @@ from torch import Tensor
 
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.core.settings import nearest_name
 from coterie.data.source import dataset, folder
+from coterie.storage.names import nearest_name
 
 Columns = dict[str, np.ndarray]
 

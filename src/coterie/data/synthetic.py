@@ -11,6 +11,8 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.data.source import dataset
 
+MOST = 1e6  # the largest expected count: float32 has all whole numbers up to 16 times that
+
 
 @dataset
 def linear_mixture(
@@ -89,22 +91,11 @@ def varying_regression(
         >>> tuple(federation.train.x.shape), tuple(federation.test.x.shape), federation.groups.tolist()
         ((60, 4), (300, 4), [0, 0, 0, 1, 1, 1])
     """
-    if not 1 <= groups <= features:
-        raise ValueError(f"varying_regression: groups must be 1 to {features}, the features, got {groups}")
-    if clients < groups or clients % groups:
-        raise ValueError(f"varying_regression: clients must be a positive multiple of {groups}, got {clients}")
-    for name, value, low in (
-        ("rows", rows, 1),
-        ("test_rows", test_rows, 1),
-        ("spread", spread, 0),
-        ("sigma", sigma, 0),
-    ):
-        if not value >= low:
-            raise ValueError(f"varying_regression: {name} must be at least {low}, got {value}")
-    group = torch.arange(clients) // (clients // groups)
+    _check_varying("varying_regression", clients, features, groups, rows=rows, test_rows=test_rows, spread=spread)
+    if not sigma >= 0:
+        raise ValueError(f"varying_regression: sigma must be at least 0, got {sigma}")
     g = Key.of(seed).generator()
-    centres = distance / 2**0.5 * torch.linalg.qr(torch.randn(features, groups, generator=g)).Q.T
-    theta = centres[group] + spread * distance * torch.randn(clients, features, generator=g) / features**0.5
+    group, theta = _varying_models(clients, features, groups, spread, distance, g)
 
     def part(n: int) -> Packed:
         x = torch.randn(clients, n, features, generator=g)
@@ -112,6 +103,71 @@ def varying_regression(
         return Packed(x.flatten(0, 1), y.flatten(), torch.arange(clients + 1) * n)
 
     return Federation(part(rows), part(test_rows), group)
+
+
+@dataset
+def varying_counts(
+    clients: int,
+    rows: int,
+    features: int,
+    groups: int = 1,
+    spread: float = 0.0,
+    distance: float = 1.0,
+    rate: float = 2.0,
+    test_rows: int = 50,
+    seed: int = 0,
+) -> Federation:
+    """Counts y ~ Poisson(λ e^⟨x, θ_i⟩) whose models vary about the centre of their group as in `varying_regression`.
+
+    Args:
+        clients: Number of clients m, in contiguous groups of equal size.
+        rows: Number of training rows per client.
+        features: Number of features d, at least as many as groups.
+        groups: Number of groups.
+        spread: s, the root-mean-square distance of a client's model from the centre of its group, as a share of Δ.
+        distance: Δ, the distance between centres.
+        rate: λ, the expected count at x = 0.
+        test_rows: Number of test rows per client.
+        seed: Seed of the centres, the models and the rows.
+
+    Example:
+        >>> federation = varying_counts(clients=6, rows=10, features=4, groups=2, spread=0.2)
+        >>> federation.train.y.dtype, bool((federation.train.y >= 0).all()), federation.groups.tolist()
+        (torch.float32, True, [0, 0, 0, 1, 1, 1])
+    """
+    _check_varying("varying_counts", clients, features, groups, rows=rows, test_rows=test_rows, spread=spread)
+    if not 0 < rate <= MOST:
+        raise ValueError(f"varying_counts: rate must be above 0, at most {MOST:g}, got {rate}")
+    g = Key.of(seed).generator()
+    group, theta = _varying_models(clients, features, groups, spread, distance, g)
+
+    def part(n: int) -> Packed:
+        x = torch.randn(clients, n, features, generator=g)
+        expected = rate * torch.einsum("mnd,md->mn", x, theta).exp()
+        y = torch.poisson(expected.clamp(max=MOST), generator=g)
+        return Packed(x.flatten(0, 1), y.flatten(), torch.arange(clients + 1) * n)
+
+    return Federation(part(rows), part(test_rows), group)
+
+
+def _varying_models(
+    clients: int, features: int, groups: int, spread: float, distance: float, g: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Every client's group (m,), and its model (m, d) about the centre of that."""
+    group = torch.arange(clients) // (clients // groups)
+    centres = distance / 2**0.5 * torch.linalg.qr(torch.randn(features, groups, generator=g)).Q.T
+    return group, centres[group] + spread * distance * torch.randn(clients, features, generator=g) / features**0.5
+
+
+def _check_varying(name: str, clients: int, features: int, groups: int, **numbers: float) -> None:
+    if not 1 <= groups <= features:
+        raise ValueError(f"{name}: groups must be 1 to {features}, the features, got {groups}")
+    if clients < groups or clients % groups:
+        raise ValueError(f"{name}: clients must be a positive multiple of {groups}, got {clients}")
+    for what, value in numbers.items():
+        low = 0 if what == "spread" else 1
+        if not value >= low:
+            raise ValueError(f"{name}: {what} must be at least {low}, got {value}")
 
 
 def linear_draws(rows: int, features: int, seed: int) -> tuple[Tensor, Tensor]:

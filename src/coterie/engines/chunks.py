@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import timeit
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coterie.core.engine import Exchange
-from coterie.core.pytree import leaves
+from coterie.core.engine import Exchange, Ledger
+from coterie.core.pytree import tree_map
 from coterie.engines.refusal import is_refusal
 from coterie.engines.store import Store, free_memory
 
 PADDING = 1.25  # clients share a chunk only if none is padded by more than this, unless there is little to do at all
 LITTLE = 2**21  # multiplications that take no longer than it takes to tell torch what to do
+SMALL = 2**19  # multiplications for which there is memory in any case, and that take less time than measuring them
 SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
 
@@ -56,15 +58,17 @@ class Chunks:
     def of(self, exchange: Exchange, sizes: Tensor, ways: Ways) -> Iterator[tuple[Tensor, Work]]:
         """Positions of clients that go together, all buckets of them, and how they are to be done."""
         for bucket in self._buckets(exchange, sizes):
-            size = self._size(exchange, sizes, bucket, ways)
+            if (name := self._small(exchange, sizes, bucket, ways)) and exchange.ledger.chunks.get(name) != 0:
+                yield bucket, lambda at, name=name: _at_once(name, ways, exchange.ledger, at)
+                continue
+            size = 0 if name else self._size(exchange, sizes, bucket, ways)
             for at in bucket.split(size or 1):
                 yield at, ways.alone if size == 0 and ways.alone is not None else ways.together
 
     def _buckets(self, exchange: Exchange, sizes: Tensor) -> list[Tensor]:
         """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
         x = self.store.federation.part(exchange.part).x
-        # Every number that a client is sent meets each of its rows about once.
-        free = LITTLE // max(1, x[:1].numel() + exchange.bytes_down() // 4)
+        free = LITTLE // _each(exchange, x)
         clients, cut = self._cuts.get((exchange.part, free), (None, []))
         memory = exchange.ledger.memory
         if clients is not exchange.clients or memory:
@@ -72,6 +76,14 @@ class Chunks:
             cut = buckets(sizes, forms, free)
             self._cuts[exchange.part, free] = exchange.clients, cut
         return cut
+
+    def _small(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> str | None:
+        """A name for work on clients that have so little to do that nothing need be measured; None for all other."""
+        x = self.store.federation.part(exchange.part).x
+        if self.store.device.type != "cpu" or (ways.alone is not None and len(bucket) == 1):
+            return None
+        rows = len(bucket) * int(sizes[bucket].max())
+        return f"{ways.name} on few {exchange.part} rows" if rows * _each(exchange, x) <= SMALL else None
 
     def _size(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> int:
         """Clients per chunk for this work and client size; 0 to do them one by one."""
@@ -88,18 +100,21 @@ class Chunks:
 
     def _measured(self, label: str, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> tuple[int, str]:
         """What fits in memory, and on a CPU no more than its cache likes; or 0, where one by one is faster; and why."""
-        device = self.store.device
-        try:  # once before, so that what is made once and kept is not counted
-            ways.together(bucket[:2])
+        device, pair, begin = self.store.device, bucket[:2], time.perf_counter()
+        free = free_memory(device)
+        room = free * SHARE if device.type != "cpu" else min(free * SHARE, ways.cached)
+        try:
+            with Peak() as probe:  # two clients, so that every batched operation is really batched
+                ways.together(pair)
         except RuntimeError as error:
             if ways.alone is None or not is_refusal(error):
                 raise
-            return 0, f"vmap cannot batch this model: {str(error).splitlines()[0]}"
-        with Peak() as probe:  # two clients, so that every batched operation is really batched
-            ways.together(bucket[:2])
-        each = max(1, probe.peak // len(bucket[:2]))
-        free = free_memory(device)
-        room = free * SHARE if device.type != "cpu" else min(free * SHARE, ways.cached)
+            return 0, _why_refused(error)
+        seconds = (time.perf_counter() - begin) / len(pair)
+        if probe.peak * len(bucket) > room * len(pair):  # then what is made once and kept must not be counted
+            with Peak() as probe:
+                ways.together(pair)
+        each = max(1, probe.peak // len(pair))
         if each > free:
             raise ValueError(
                 f"{label}: one client needs about {each / 2**20:,.0f} MiB, but {device} has only "
@@ -109,20 +124,49 @@ class Chunks:
         why = f"{each / 2**20:.2f} MiB a client, {free / 2**30:.1f} GiB free on {device}"
         if ways.alone is not None and size == 1:
             return 0, why
-        if ways.alone is not None and self._seconds(ways.together, bucket[:2]) / 2 * len(bucket) > LONG:
-            batched = self._seconds(ways.together, bucket[:size]) / len(bucket[:size])
-            single = self._seconds(ways.alone, bucket[:1])
-            if single < batched:
-                return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(bucket[:size])}"
+        # The first time may be longer than all others, so that what it says is tried again only if it is too long.
+        if ways.alone is None or seconds * len(bucket) <= LONG:
+            return size, why
+        chunk = bucket[:size]
+        batched = self._seconds(ways.together, chunk)
+        if batched * len(bucket) > LONG:
+            single = min(self._seconds(ways.alone, bucket[:1]) for _ in range(2))
+            if single < batched and single < (batched := self._seconds(ways.together, chunk)):
+                return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(chunk)}"
         return size, why
 
     def _seconds(self, work: Work, at: Tensor) -> float:
-        """The shorter of two tries."""
-        return min(timeit.repeat(lambda: (work(at), self._wait()), number=1, repeat=2))
+        """Of one try, for each client."""
+        return timeit.timeit(lambda: (work(at), self._wait()), number=1) / len(at)
 
     def _wait(self) -> None:
         if self.store.device.type == "cuda":
             torch.cuda.synchronize(self.store.device)
+
+
+def _each(exchange: Exchange, x: Tensor) -> int:
+    """Multiplications for one of these rows: every number that a client is sent meets it about once."""
+    return max(1, x[:1].numel() + exchange.bytes_down() // 4)
+
+
+def _at_once(name: str, ways: Ways, ledger: Ledger, at: Tensor) -> Any:
+    """What little work there is, together; one by one if vmap cannot batch it, now and from then on."""
+    try:
+        done = ways.together(at)
+    except RuntimeError as error:
+        if ways.alone is None or not is_refusal(error):
+            raise
+        ledger.chunks[name] = 0
+        ledger.messages.append(f"vectorised: {name}: {len(at)} clients one by one ({_why_refused(error)})")
+        return tree_map(lambda *xs: torch.cat(xs), *[ways.alone(i.reshape(1)) for i in at])
+    if name not in ledger.chunks:
+        ledger.chunks[name] = len(at)
+        ledger.messages.append(f"vectorised: {name}: {len(at)} clients in chunks of {len(at)} (there is little to do)")
+    return done
+
+
+def _why_refused(error: Exception) -> str:
+    return f"vmap cannot batch this model: {str(error).splitlines()[0]}"
 
 
 def size_class(rows: int) -> int:
@@ -177,10 +221,10 @@ class Peak(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in leaves((args, kwargs))}
+        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         self._seen |= given  # what was there before, and views of it, cost nothing
-        for tensor in leaves(out):
+        for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if (mark := storage.data_ptr()) not in self._seen:
                 self._seen.add(mark)
@@ -192,3 +236,12 @@ class Peak(TorchDispatchMode):
     def _gone(self, mark: int, size: int) -> None:
         self._seen.discard(mark)
         self.live -= size
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """All tensors in the arguments or the results of an operation, which are in lists and tuples at most."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, tuple | list | dict):
+        for part in given.values() if isinstance(given, dict) else given:
+            yield from _tensors(part)

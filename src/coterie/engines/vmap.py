@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from coterie.core.engine import Exchange
-from coterie.core.pytree import leaves, nbytes, take, tree_map
+from coterie.core.pytree import leaves, take, tree_map
 from coterie.core.step import Reply, step_name
 from coterie.core.train import Models, own_rows
 from coterie.engines.chunks import Chunks, Ways
@@ -48,9 +48,9 @@ class Vmap(LocalEngine):
                 local = tree_map(lambda x: x[0], self.local(stages, exchange, at))
                 return tree_map(lambda x: x[None], one(sent, local))
 
-        # More is computed for more models, so chunks are sized for each size of the message.
+        # More is computed for more models, so chunks are sized for each size of what a client is sent.
         steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
-        name = f"{steps} (message of {nbytes(message) / 2**20:.2f} MiB)"
+        name = f"{steps} (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
         ways = Ways(name, self._explained(together, alone), alone, CACHED)
         for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
@@ -60,8 +60,11 @@ class Vmap(LocalEngine):
     def _functions(self, answer: Answer, exchange: Exchange) -> tuple[Answer, Answer]:
         """The step for a stacked chunk of clients, and for one; on a GPU recorded, if it is many small operations."""
         own = isinstance(exchange.rows, Tensor)
-        dims = (_own_dims(exchange.message) if own else None, 0)
-        several = vmap(answer, in_dims=dims)
+
+        def common(sent: Any, local: Any) -> Reply:
+            return vmap(lambda each: answer(sent, each))(local)  # an argument would be taken apart and put together
+
+        several = vmap(answer, in_dims=(_own_dims(exchange.message), 0)) if own else common
         if own or exchange.first or self.device.type not in RECORDING:
             return several, answer
         # A method may be changed between two exchanges: a recording is of one method's step, which it keeps alive.

@@ -57,7 +57,9 @@ class Rows:
         labels = not y.is_floating_point() and y.dim() == 1 and len(y) > 0 and bool((y >= 0).all())
         kinds = (str(values.dtype).removeprefix("torch.") for values in (x, y))
         sizes = tuple(packed.sizes.tolist())
-        return cls(sizes, tuple(x.shape[1:]), tuple(y.shape[1:]), *kinds, label=int(y.max()) if labels else -1)
+        return cls(
+            sizes, tuple(x.shape[1:]), tuple(y.shape[1:]), *kinds, label=min(int(y.max()), 2**31 - 1) if labels else -1
+        )
 
     def __post_init__(self) -> None:
         for name, values in (("sizes", self.sizes), ("x", self.x), ("y", self.y), ("label", (self.label,))):

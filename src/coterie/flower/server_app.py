@@ -23,7 +23,7 @@ from flwr.serverapp import ServerApp
 from coterie.core.key import Key
 from coterie.core.method import Method
 from coterie.core.precision import Precision, check_precision
-from coterie.core.settings import nearest_name, setting, validate
+from coterie.core.settings import setting, validate
 from coterie.core.task import Task
 from coterie.flower.data_file import find_data_file
 from coterie.flower.engine import FlowerEngine
@@ -37,6 +37,7 @@ from coterie.runs.config import build_algorithm, build_run, build_task
 from coterie.runs.fit import check_uplink, fit_on
 from coterie.runs.folder import read_roster
 from coterie.runs.run import Run
+from coterie.storage.names import nearest_name
 
 log = logging.getLogger("coterie")
 

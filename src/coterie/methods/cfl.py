@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import mean_gradient, nearest
-from coterie.core.method import Method, Needs, Report
+from coterie.core.method import Groups, Method, Needs, Report
 from coterie.core.model_tree import ModelTree
 from coterie.core.pytree import Params, beside, flat, put_rows, stack, take, tree_map
 from coterie.core.registry import register
@@ -254,6 +254,13 @@ class CFL(Stationarity, Method):
         found, sure = self._walk(state, newcomers, root)
         node = torch.cat([state.node, torch.where(sure, found, root)])
         return state._replace(node=node, reports=state.reports.more(len(newcomers)))
+
+    def adopt(self, state: State, groups: Groups, task: Task) -> tuple[CFL, State]:
+        """The tree stays; clients without a cluster wait at the root. A report on another leaf's model is void."""
+        node = torch.tensor([*state.leaves, ROOT])[groups.labels]  # the last for -1
+        reports: Reports = tree_map(lambda x: x[groups.clients.to(x.device)], state.reports)
+        when = torch.where(node == state.node[groups.clients], reports.when, -1)
+        return self, state._replace(node=node, reports=reports._replace(when=when))
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Algorithm 4: walk down the tree, always to the branch with the most similar update; or by the loss."""

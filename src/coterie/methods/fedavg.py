@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
-from coterie.core.method import Method, Report
+from coterie.core.method import Groups, Method, Report
 from coterie.core.pytree import Params, stack, take
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -91,6 +91,11 @@ class FedAvg(LocalTraining, ServerStep, Method):
     def join(self, state: State, newcomers: Cohort) -> State:
         """Everybody is in the one cluster."""
         return state._replace(clients=newcomers.population)
+
+    def adopt(self, state: State, groups: Groups, task: Task) -> tuple[FedAvg, State]:
+        """Everybody is in the one cluster; the server's optimiser begins anew."""
+        moments = self.begin_server(groups.models, task)
+        return self, state._replace(theta=groups.models, clients=len(groups.clients), moments=moments)
 
     def assign(self, state: State, task: Task, data: Data) -> int:
         """Everybody is in the one cluster."""

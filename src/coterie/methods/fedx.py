@@ -14,7 +14,7 @@ converge to: least squares in every cluster, from sums over its clients' rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.features import is_linear, require_linear
 from coterie.core.key import Key
 from coterie.core.local import nearest
-from coterie.core.method import Report
+from coterie.core.method import Groups, Report
 from coterie.core.pytree import Params, flat, take, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -210,6 +210,21 @@ class FedX(LeastSquares, Choosing):
             lr=min(state.lr, self._step_size(newcomers.task, newcomers)),
             moved=torch.inf,
         )
+
+    def adopt(self, state: State, groups: Groups, task: Task) -> tuple[FedX, State]:
+        """Models and labels are replaced; what is kept of samples of the clients, if their clusters are."""
+        known, k = groups.labels[groups.labels >= 0], len(next(iter(groups.models.values())))
+        return replace(self, k=k), state._replace(
+            theta=groups.models,
+            labels=groups.labels,
+            members=torch.bincount(known, minlength=k),
+            kept=state.kept if k == self.k else (),
+            moved=torch.inf,
+        )
+
+    def grows(self) -> bool:
+        """Any k will do."""
+        return True
 
     # --- the parts of a round ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ run side by side, k the clusters, m the clients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
-from coterie.core.method import Report
+from coterie.core.method import Groups, Report
 from coterie.core.pytree import Params, tree_map
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -168,6 +168,28 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         labels[self.best(state)] = self.place_new(state, newcomers)
         members = state.members + counted(labels, self.k)
         return state._replace(labels=torch.cat([state.labels, labels], 1), members=members)
+
+    def adopt(self, state: State, groups: Groups, task: Task) -> tuple[IFCA, State]:
+        """The best start alone goes on; the server's optimiser begins anew."""
+        if self.resample is not None:
+            raise ValueError("update: IFCA with resample uses every row once, and cannot go on")
+        k, best = len(next(iter(groups.models.values()))), self.best(state)
+        method, labels = replace(self, k=k, restarts=1), groups.labels[None]
+        theta = method.tied(tree_map(lambda x: x[None], groups.models))
+        return method, State(
+            theta=theta,
+            labels=labels,
+            members=counted(labels, k),
+            quality=state.quality[best][None],
+            empty=state.empty[best][None] if k == self.k else torch.zeros(1, k).long(),
+            still=0,
+            round=state.round,
+            moments=method.begin_server(_in_line(theta), task),
+        )
+
+    def grows(self) -> bool:
+        """Any k will do."""
+        return True
 
     # --- what the server sends, and does with the replies ----------------------------------------------------------
 

@@ -25,10 +25,10 @@ class Effects:
         error: Its standard errors (k, p), from the information of the last round, as if components were known.
         share: π (k,).
         covariance: Σ (p, p), or one for each component (k, p, p).
-        noise: σ², None of a classifier.
+        noise: σ², None of classes and counts.
         between: Share of the variation of ⟨φ, θ⟩ + noise over rows and clients that is between components.
         within: That is between clients of one component.
-        rest: That is noise; None of a classifier, whose shares are of ⟨φ, θ⟩ alone.
+        rest: That is noise; None of classes and counts, whose shares are of ⟨φ, θ⟩ alone.
     """
 
     names: tuple[str, ...]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.parts.random_effects import Mixture, Rows, along, posterior, pull
+from coterie.parts.random_effects import Frame, Mixture, Rows, along, posterior, pull
 
 LESS = 0.3  # of the deviation of clients along the line on which a group is split: what halves are left with
 LEAST = 1e-6  # of the squared distance of two groups: the least variance of clients in any direction
@@ -44,6 +44,19 @@ def merged(mixture: Mixture) -> Mixture:
         ways.append((torch.cat([share[rest], both[None]]), torch.cat([mean[rest], middle[None]]), wide[None]))
     shares, means, factors = (torch.stack(x) for x in zip(*ways, strict=True))
     return Mixture(shares, means, factors, mixture.noise.expand(len(ways)))
+
+
+def centred(mixture: Mixture, frame: Frame, theta: Tensor, members: Tensor, *, tied: bool) -> Mixture:
+    """A mixture with other centres, given as models (k, p) with so many clients each (k,); Σ and σ² stay.
+
+    Where groups are not `tied` to one Σ, a group that is new has that of the last.
+    """
+    beta, basis = theta.to(mixture.mean) / frame.unit, frame.basis
+    mean = torch.where(basis == 0, 0.0, beta / basis) if basis.dim() == 1 else beta @ torch.linalg.pinv(basis).mT
+    share = (members + 1).to(mean)
+    own = torch.arange(len(theta)).clamp(max=mixture.factor.shape[1] - 1)
+    factor = mixture.factor if tied else mixture.factor[:, own]
+    return Mixture((share / share.sum())[None], mean[None], factor, mixture.noise)
 
 
 def pairs(k: int) -> Tensor:

@@ -36,6 +36,7 @@ class Descent(NamedTuple):
         strengths: Pulls s towards the model that was sent, for each of which steps are made.
         optimiser: How to step.
         clip: The length to which longer gradients are shortened.
+        caution: Standard errors by which the result must serve rows that were left out better.
     """
 
     lr: float
@@ -43,12 +44,15 @@ class Descent(NamedTuple):
     strengths: Sequence[float]
     optimiser: Optimiser
     clip: float | None
+    caution: float
 
 
 # --- models that are linear in their parameters ----------------------------------------------------------------------
 
 
-def fit_exactly(task: Task, theta: Params, own: Tensor, data: Data, strengths: Sequence[float]) -> Params:
+def fit_exactly(
+    task: Task, theta: Params, own: Tensor, data: Data, strengths: Sequence[float], caution: float
+) -> Params:
     """The own model of a client, by ridge regressions of the errors of each model that was sent.
 
     Args:
@@ -57,6 +61,7 @@ def fit_exactly(task: Task, theta: Params, own: Tensor, data: Data, strengths: S
         own: Which of them is the client's.
         data: Its rows.
         strengths: Pulls s, in rows: towards a sent model θ, Σ(y - ⟨φ, v⟩)² + s‖v - θ‖² is least.
+        caution: Standard errors by which it must serve rows that were left out better.
     """
     sent, phi = flat(theta).double(), features(task, data).double() * data.mask[:, None]
     scale = (phi.square().sum(0) / data.mask.sum().clamp(min=1)).sqrt().clamp(min=1)  # no column counts by its unit
@@ -67,7 +72,7 @@ def fit_exactly(task: Task, theta: Params, own: Tensor, data: Data, strengths: S
     share = _shares(_likely(found, data.mask.sum(), rounding), _prior(found.surprise))
     mean = torch.einsum("ck,ckd->d", share, sent + (found.change / scale[:, None]).mT)
     averaged = torch.einsum("ck,cnk->n", share, found.left_out)
-    helps = _helps(take(errors.T, own).square(), averaged.square(), data.mask)
+    helps = _helps(take(errors.T, own).square(), averaged.square(), data.mask, caution)
     return _if(helps, unflat(mean.to(data.x.dtype), take(theta, 0)), take(theta, own))
 
 
@@ -176,7 +181,8 @@ def fit_by_steps(task: Task, begin: Callable[[Data], Params], data: Data, descen
     likely = -rows / 2 * losses.sum(1).log() if squared else -losses.sum(1)
     share = _shares(likely, _prior(likely))
     averaged = left_out(of_folds, lambda t: scored.loss(_mean(t, share), data))  # (n,)
-    return _if(_helps(losses[0], averaged, data.mask), _mean(take(found, FOLDS), share), starts[-1])
+    helps = _helps(losses[0], averaged, data.mask, descent.caution)
+    return _if(helps, _mean(take(found, FOLDS), share), starts[-1])
 
 
 def _folds(mask: Tensor) -> Tensor:
@@ -230,9 +236,19 @@ def _mean(theta: Params, share: Tensor) -> Params:
     return tree_map(mean, theta)
 
 
-def _helps(before: Tensor, after: Tensor, mask: Tensor) -> Tensor:
-    """Whether losses (n,) on rows that were left out are lower than those of the model as it was sent; one is none."""
-    return (((before - after) * mask).sum() > 0) & (mask.sum() > 1)
+def _helps(before: Tensor, after: Tensor, mask: Tensor, caution: float) -> Tensor:
+    """Whether losses (n,) on rows that were left out are lower than those of the model as it was sent; one is none.
+
+    Args:
+        before: Of the model as it was sent.
+        after: Of the client's own.
+        mask: 1 for real rows.
+        caution: Paired standard errors by which they must be lower on average.
+    """
+    rows, gain = mask.sum(), (before - after) * mask
+    mean = gain.sum() / rows.clamp(min=1)
+    variance = ((gain - mean) * mask).square().sum() / (rows - 1).clamp(min=1) / rows.clamp(min=1)
+    return (mean > caution * variance.sqrt()) & (rows > 1)
 
 
 def _if(helps: Tensor, own: Params, sent: Params) -> Params:

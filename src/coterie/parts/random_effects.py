@@ -28,6 +28,7 @@ from coterie.parts.least_squares import NARROW, least_squares
 QUIET = 1e-8  # the least σ², where the residuals of one model for all have variance 1
 EMPTY = 1e-6  # clients: a component with fewer stays where it is
 NEVER = -1e30  # the log of a share of 0
+FEWER = 2  # times as many rows as a condensed client has, up to which they are used as they are
 TIGHT = 0.3  # of the variance of one component: that with which several start
 
 
@@ -171,6 +172,16 @@ class Rows(NamedTuple):
     phi: Tensor  # φ(x) (f', k', n, d), 0 for padding; f' and k' are 1 where all fits and components have the same
     y: Tensor  # (f', k', n), 0 for padding
     number: Tensor  # how many there are
+
+    def condensed(self) -> Rows:
+        """As few rows with the same second moments of φ and y, which are all that a regression sees of them."""
+        n, d = self.phi.shape[-2:]
+        if n <= FEWER * (d + 1):
+            return self
+        both = torch.cat([self.phi, self.y[..., None]], -1)
+        values, vectors = torch.linalg.eigh(both.mT @ both)
+        root = values.clamp(min=0).sqrt()[..., None] * vectors.mT
+        return Rows(root[..., :-1].contiguous(), root[..., -1].contiguous(), self.number)
 
 
 def along(rows: Tensor, v: Tensor) -> Tensor:

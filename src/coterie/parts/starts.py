@@ -15,11 +15,12 @@ from coterie.core.key import Key
 from coterie.core.local import mean_loss
 from coterie.core.pytree import Params, stack, take
 from coterie.core.registry import known, register
-from coterie.core.settings import nearest_name, setting, validate
+from coterie.core.settings import setting, validate
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.sums import slot_mean
 from coterie.core.task import Task
 from coterie.core.train import Descend, Models, Train, choose_nearest
+from coterie.storage.names import nearest_name
 
 NOISE = 0.01  # by which copies of one model differ
 

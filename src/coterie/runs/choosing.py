@@ -132,12 +132,13 @@ def choose_k(
     """
     check_method(method, "choose_k: method")
     number_of_groups(method)
-    found = compare({f"k = {k}": _with_k(method, k) for k in ks}, task, federation, **options)
+    found = compare({f"k = {k}": with_k(method, k) for k in ks}, task, federation, **options)
     return ChosenK(found.methods, found.metric, found.cells)
 
 
-def _with_k(method: Method, k: int) -> Method:
-    changed = {"method": _with_k(method.method, k)} if isinstance(method, Personal) else {"k": k}
+def with_k(method: Method, k: int) -> Method:
+    """The same method with another number of groups; of one around another, that of the inner one."""
+    changed = {"method": with_k(method.method, k)} if isinstance(method, Personal) else {"k": k}
     return dataclasses.replace(method, **changed)
 
 
@@ -187,7 +188,7 @@ def _cell(method: Method, task: Task, parts: Split, seed: int, settings: _Settin
         except ValueError as failure:  # it diverged, or refuses this task or these clients
             return Cell(score, error, new, failed=str(failure))
     for at, scores in each:
-        score[at], error[at] = scores.per_client, scores.error
+        score[at.numpy()], error[at.numpy()] = scores.per_client, scores.error  # a tensor of one would be a number
     return Cell(
         score=score,
         error=error,

@@ -10,13 +10,14 @@ from typing import Any, get_type_hints
 from coterie.core.federation import Federation
 from coterie.core.method import Method
 from coterie.core.registry import Kind, find, named
-from coterie.core.settings import check_type, nearest_name, to_plain, validate
+from coterie.core.settings import check_type, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.data import CHANGES, DATASETS
 from coterie.models import MODELS
 from coterie.runs.candidates import candidates
 from coterie.secure import SecureSum
+from coterie.storage.names import nearest_name
 
 COMPARE_KEYS = ("seeds", "holdout", "new", "few")  # of [compare], besides the candidates
 RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink")
@@ -31,11 +32,12 @@ NESTED: dict[str, Kind] = {  # settings that are dataclasses of settings, and wh
 TASKS = {
     "classifier": Task.classifier,
     "regressor": Task.regressor,
+    "counts": Task.counts,
     "language_model": Task.language_model,
     "density": Task.density,
     "adversarial": Task.adversarial,
 }
-NORMED = ("classifier", "regressor", "language_model")  # whose models may have BatchNorm
+NORMED = ("classifier", "regressor", "counts", "language_model")  # whose models may have BatchNorm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,12 +30,11 @@ from coterie.core.pytree import exact, flat, to_device
 from coterie.core.step import Reply
 from coterie.methods.fedx import FedX
 from coterie.parts.random_effects import QUIET, Mixture, maximised
-from coterie.runs.held_out_support import CLEARLY, ROUNDS, Gain, HeldOut, held_out
+from coterie.runs.held_out_support import HeldOut, held_out
 from coterie.runs.run import Run
-from coterie.runs.support import CLEAR, VALLEY, Clients, Known, Observer, Support, support
+from coterie.runs.support import FURTHER, Clients, Known, Observer, support
+from coterie.runs.verdict import Facts, by_rows, judged, judged_by_losses
 
-TOLERATED = 0.2  # the share of mislabelled clients up to which labels are worth having
-DISAGREE = 0.05  # the share of clients with another label under the likeliest models that the verdict mentions
 STEPS, SETTLED = 200, 1e-4  # of expectation and maximisation at most; the change of all models at which to stop
 WIDTH = 112  # of the verdict, about that of the table
 
@@ -58,15 +57,16 @@ class Diagnosis:
         by_rows: The expected share of mislabelled clients among those with (least, most) rows; empty where models
             are judged by held-out rows.
         supported: Whether the data support as many groups as the run has: each of its models is needed. There may be
-            more groups.
+            more groups. None, which is no verdict, where figures disagree or are too close to call.
         groups: The number of groups that the data support, looking a few further than the run has; 1 where clients
-            have the same model or merely vary. None where models are judged by held-out rows.
-        verdict: The same in words.
+            have the same model or merely vary. None where it is open whether there are more, and where models are
+            judged by held-out rows.
+        verdict: The same in words; without a verdict, which figures leave it open.
     """
 
     figures: tuple[Figure, ...]
     by_rows: dict[tuple[int, int], float]
-    supported: bool
+    supported: bool | None
     groups: int | None
     verdict: str
 
@@ -83,37 +83,14 @@ class Diagnosis:
         return "\n".join([*lines, "", textwrap.fill(self.verdict, WIDTH)])
 
 
-class _Facts(NamedTuple):
-    """All that the figures and the verdict are made of."""
-
-    sizes: Tensor  # n_i (M,)
-    labels: Tensor  # ẑ_i under the likeliest models (M,)
-    wrong: Tensor  # the probability that this label is wrong (M,)
-    theta: Tensor  # the likeliest models (k, d)
-    sigma: float
-    seen: Tensor  # the root mean square over all rows of ⟨φ(x), θ_j - θ_j'⟩ (k, k); infinite where it is no pair
-    support: Support  # how many groups there are, where clients of one group may vary
-    disagree: float  # the share of clients that choose another cluster under the models of the run
-    curvature: float  # max ‖φ(x_i)‖²/n_i; asked for only where it is needed
-
-    @property
-    def members(self) -> Tensor:
-        """Clients of every cluster (k,)."""
-        return self.labels.bincount(minlength=len(self.theta))
-
-    @property
-    def rows(self) -> Tensor:
-        """N_j (k,)."""
-        return self.labels.bincount(self.sizes, minlength=len(self.theta))
-
-
-def diagnose(federation: Federation, run: Run) -> Diagnosis:
-    """Say whether the data can support the groups of a run, and estimate what that depends on.
+def diagnose(federation: Federation, run: Run, *, further: int = FURTHER) -> Diagnosis:
+    """Say whether the data can support the groups of a run, if that is clear, and estimate what it depends on.
 
     Args:
         federation: The clients: those of the run, or others of their kind.
         run: A run by any method that finds clusters. A regression whose model is linear in its parameters is judged by
             what its clients' rows say about groups that vary; any other task by rows that were not trained on.
+        further: How many groups more than the run has are looked for at most.
 
     Raises:
         ValueError: There are fewer rows than parameters, or no test rows where these are needed.
@@ -133,18 +110,18 @@ def diagnose(federation: Federation, run: Run) -> Diagnosis:
     own = run._cohort
     federation.check(own.task)
     cohort = own.uncharged() if federation is own.federation else run.cohort_of(federation)
-    return diagnose_state(cohort, run.algorithm, run.state)
+    return diagnose_state(cohort, run.algorithm, run.state, further)
 
 
-def diagnose_state(cohort: Cohort, algorithm: Method, state: Any) -> Diagnosis:
+def diagnose_state(cohort: Cohort, algorithm: Method, state: Any, further: int = FURTHER) -> Diagnosis:
     """The same for a state and some clients."""
     if not is_linear(cohort.task, cohort.federation.train.x[:2]):
         return _of_held_out(held_out(cohort, algorithm, state))
     _check(cohort, algorithm, state)
-    facts = _facts(cohort, algorithm, state)
+    facts = _facts(cohort, algorithm, state, further)
     figures = tuple(_figures(facts, algorithm, state))
-    supported, verdict = _verdict(facts, {f.name: f.value for f in figures})
-    return Diagnosis(figures, _by_rows(facts), supported, facts.support.found, verdict)
+    supported, verdict = judged(facts, {f.name: f.value for f in figures})
+    return Diagnosis(figures, by_rows(facts), supported, facts.support.groups, verdict)
 
 
 # --- what is asked of the clients ------------------------------------------------------------------------------------
@@ -159,7 +136,7 @@ def _check(cohort: Cohort, algorithm: Method, state: Any) -> None:
         raise ValueError("diagnose: there is one client only, so there is nothing to tell apart")
 
 
-def _facts(cohort: Cohort, algorithm: Method, state: Any) -> _Facts:
+def _facts(cohort: Cohort, algorithm: Method, state: Any, further: int) -> Facts:
     theta = exact(flat(algorithm.models(state)))
     (k, p), rows = theta.shape, len(cohort.federation.train.x)
     before = _looked(cohort, Known(theta, torch.ones(k), torch.ones(()).double()))
@@ -167,14 +144,14 @@ def _facts(cohort: Cohort, algorithm: Method, state: Any) -> _Facts:
     known, seen = _likeliest(cohort, Known(theta, share, before.note["squares"].sum() / rows))
     variance = known.variance * rows / (rows - int((share > 0).sum()) * p)
     after = _looked(cohort, known._replace(variance=variance))
-    return _Facts(
+    return Facts(
         sizes=cohort.sizes.double(),
         labels=after.slot,
         wrong=after.note["wrong"],
         theta=known.theta,
         sigma=math.sqrt(float(variance)),
         seen=seen,
-        support=support(cohort, theta, share),
+        support=support(cohort, theta, share, further),
         disagree=float((before.slot != after.slot).double().mean()),
         curvature=_curvature(cohort, algorithm) if isinstance(algorithm, FedX) else math.nan,
     )
@@ -190,7 +167,7 @@ def _looked(cohort: Cohort, known: Known) -> Reply:
 
 
 def _likeliest(cohort: Cohort, known: Known) -> tuple[Known, Tensor]:
-    """The likeliest models of the paper's kind, with one noise and no variation within groups; and `_Facts.seen`."""
+    """The likeliest models of the paper's kind, with one noise and no variation within groups; and `Facts.seen`."""
     clients, one = Clients.of(cohort, own_noise=False)
     frame = clients.frame
     mean, none = known.theta / frame.unit @ torch.linalg.pinv(frame.basis).mT, torch.zeros_like(one.factor)
@@ -216,14 +193,14 @@ def _seen(mixture: Mixture, moment: Tensor) -> Tensor:
 # --- what follows from it --------------------------------------------------------------------------------------------
 
 
-def _figures(facts: _Facts, algorithm: Method, state: Any) -> Iterator[Figure]:
+def _figures(facts: Facts, algorithm: Method, state: Any) -> Iterator[Figure]:
     yield from _of_data(facts)
     yield from _of_support(facts)
     if len(facts.theta) > 1:
         yield from _of_theorem(facts, algorithm, state)
 
 
-def _of_data(facts: _Facts) -> Iterator[Figure]:
+def _of_data(facts: Facts) -> Iterator[Figure]:
     sizes, m = facts.sizes, len(facts.sizes)
     chosen = facts.theta[facts.members > 0]
     delta = float(torch.pdist(chosen).min()) if len(chosen) > 1 else math.nan
@@ -239,7 +216,7 @@ def _of_data(facts: _Facts) -> Iterator[Figure]:
     yield Figure("mislabelled rows", float(by_row @ facts.wrong), "Σ_i n_i p_i / N", "first term of (10), with p_i")
 
 
-def _of_support(facts: _Facts) -> Iterator[Figure]:
+def _of_support(facts: Facts) -> Iterator[Figure]:
     """What speaks for groups: L_k is the likelihood of k groups in which clients vary, and have noise of their own."""
     found, k = facts.support, len(facts.theta)
     one = found.fits[1]
@@ -253,10 +230,12 @@ def _of_support(facts: _Facts) -> Iterator[Figure]:
         yield Figure("valley", found.judged[k].valley, formula, "not in the paper")
     formula = "log L_1 - log L(Σ = 0) - d(d + 1)/4 · log M"
     yield Figure("clients vary", one.evidence - found.same, formula, "BIC, within one group")
-    yield Figure("groups", float(found.found), "that the data support", "not in the paper")
+    yield Figure("groups", float(found.found), "that the data clearly support", "not in the paper")
+    if found.open:
+        yield Figure("groups, perhaps", float(found.open.real), "of which that is open", "not in the paper")
 
 
-def _of_theorem(facts: _Facts, algorithm: Method, state: Any) -> Iterator[Figure]:
+def _of_theorem(facts: Facts, algorithm: Method, state: Any) -> Iterator[Figure]:
     """Theorem 2 with its constants c and C, which the paper leaves open, set to 1."""
     (k, d), sizes, m = facts.theta.shape, facts.sizes, len(facts.sizes)
     data = {f.name: f.value for f in _of_data(facts)}
@@ -280,109 +259,11 @@ def _of_theorem(facts: _Facts, algorithm: Method, state: Any) -> Iterator[Figure
         yield Figure("ρ/κ", data["ρ"] / kappa, "must be ≳ ν log(e/ν)", "Theorem 2")
 
 
-def _by_rows(facts: _Facts) -> dict[tuple[int, int], float]:
-    """The mean of p_i over clients with 1, 2, 3 to 4, 5 to 8, … rows."""
-    band = facts.sizes.log2().ceil()
-    parts = [(facts.sizes[band == b], facts.wrong[band == b]) for b in band.unique()]
-    return {(int(n.min()), int(n.max())): float(p.mean()) for n, p in parts}
-
-
-def _verdict(facts: _Facts, value: dict[str, float]) -> tuple[bool, str]:
-    faults = list(_faults(facts, value))
-    k, found = len(facts.theta), facts.support.found
-    if faults:
-        others = f" They support {_groups(found)}{_nature(facts) * (found == 1)}." if found != k else ""
-        end = f"The data do not support {_groups(k)}: {'; '.join(faults)}.{others}"
-    else:
-        more = f", and more: they support {found}" if found > k else ""
-        end = f"The data support {_groups(k)}{_nature(facts) * (found == 1)}{more}."
-    return not faults, " ".join([*_sentences(facts, value), *_evidence(facts, value), end])
-
-
-def _nature(facts: _Facts) -> str:
-    """What a single group is like."""
-    gain = facts.support.fits[1].evidence - facts.support.same
-    return ", in which clients merely vary" if gain > 0 else ", in which all clients may have the same model"
-
-
-def _faults(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
-    (k, d), found = facts.theta.shape, facts.support
-    if empty := (facts.members == 0).nonzero().flatten().tolist():
-        yield f"no client chooses model {_listed(empty)}"
-    if small := ((facts.rows > 0) & (facts.rows < d)).nonzero().flatten().tolist():
-        yield f"cluster {_listed(small)} has fewer rows than a model has parameters, {d}"
-    if value["mislabelled clients"] > TOLERATED:
-        j, other = divmod(int(facts.seen.argmin()), len(facts.seen))
-        pair = f"models {j} and {other} are the closest"
-        yield f"over {TOLERATED:.0%} of the clients would be mislabelled, and {pair}"
-    if k <= found.found:
-        return
-    judged = found.judged[k]
-    if value["against a merge"] <= CLEAR or value["evidence"] <= CLEAR:
-        yield "fewer groups, in which clients vary, explain them as well, allowing for their fewer parameters"
-    if single := int((judged.members == 1).sum()):
-        yield f"{single} of the groups {'have' if single > 1 else 'has'} one client only"
-    if judged.valley <= VALLEY:
-        yield "between two of the groups there is no valley, so that their clients may be a continuum"
-
-
-def _evidence(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
-    """The figures that decide."""
-    k, clear = len(facts.theta), f"(over {2 * CLEAR:.0f} is clear)"
-    if k > 1:
-        one = f"one that varies: Δ BIC = {2 * value['evidence']:.0f}; against " if k > 2 else ""
-        last = "the best merge of two" if k > 2 else "one that varies"
-        yield (
-            f"{k} groups against {one}{last}: Δ BIC = {2 * value['against a merge']:.0f} {clear}; against a "
-            f"continuum, between the two closest: {value['valley']:.1f} nats (over {VALLEY:.0f} is clear)."
-        )
-    if facts.support.found == 1:
-        yield f"One group that varies against one and the same model for all: Δ BIC = {2 * value['clients vary']:.0f}."
-
-
-def _sentences(facts: _Facts, value: dict[str, float]) -> Iterator[str]:
-    sizes, d = facts.sizes, facts.theta.shape[1]
-    least, middle, most = (int(n) for n in (sizes.min(), sizes.median(), sizes.max()))
-    yield f"{len(sizes)} clients have {_range(least, most)} each{f', half of them at most {middle}' * (least < most)}."
-    if bool(torch.isfinite(facts.seen).any()):
-        bands = ", ".join(f"{p:.0%} with {_range(*n)}" for n, p in _by_rows(facts).items())
-        yield (
-            f"With Δ/σ = {value['Δ/σ']:.2g} about {value['mislabelled clients']:.0%} will be mislabelled ({bands}); "
-            f"on an average row the two closest models differ by {float(facts.seen.min()) / facts.sigma:.2g} σ."
-        )
-    if len(facts.theta) > 1:
-        yield f"The smallest cluster has {facts.rows.min():.0f} rows for {d} parameters."
-    if value.get("ν", 0) > 1:
-        yield "The bound ν exceeds 1 with its constants set to 1, and says nothing."
-    elif "ρ/κ" in value:
-        holds = "holds" if value["ν log(e/ν)"] <= value["ρ/κ"] else "does not hold"
-        yield f"Theorem 2's condition ν log(e/ν) ≲ ρ/κ {holds}, with all constants set to 1."
-    if facts.disagree > DISAGREE:
-        yield (
-            f"{facts.disagree:.0%} of the clients choose another cluster under the likeliest models than under the "
-            "run's: more rounds, soft labels or another start may help the run."
-        )
-
-
-def _groups(k: int) -> str:
-    return f"{k} group{'s' * (k > 1)}"
-
-
-def _range(low: int, high: int) -> str:
-    return f"{low} row{'s' * (low > 1)}" if low == high else f"{low} to {high} rows"
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 # --- by held-out rows ------------------------------------------------------------------------------------------------
 
 
 def _of_held_out(found: HeldOut) -> Diagnosis:
-    k, faults = len(found.members), list(_unneeded(found))
-    end = f"do not support {_groups(k)}: {'; '.join(faults)}" if faults else f"support {_groups(k)}"
-    return Diagnosis(tuple(_of_losses(found)), {}, not faults, None, f"{_losses_in_words(found)} The data {end}.")
+    return Diagnosis(tuple(_of_losses(found)), {}, found.supported, None, judged_by_losses(found))
 
 
 def _of_losses(found: HeldOut) -> Iterator[Figure]:
@@ -394,35 +275,3 @@ def _of_losses(found: HeldOut) -> Iterator[Figure]:
         yield Figure("± merge", found.merge.error, "standard error over clients", "")
         yield Figure("against one", found.one.mean, "lower than with one model for all", "all clients")
         yield Figure("± one", found.one.error, "standard error over clients", "")
-
-
-def _losses_in_words(found: HeldOut) -> str:
-    k, (a, b) = len(found.members), found.closest
-    if k == 1:
-        return f"{found.clients} clients have a mean loss of {found.loss:.3g} on their test rows."
-    fewer = (
-        f"one model for clusters {a} and {b}, the closest, by {_plus_minus(found.merge)}, and than with "
-        if k > 2
-        else ""
-    )
-    return (
-        f"{found.clients} clients have a mean loss of {found.loss:.3g} on their test rows, all models being trained on "
-        f"for {ROUNDS} rounds. It is lower than with {fewer}one model for all by {_plus_minus(found.one)} "
-        f"(over {CLEARLY:.0f} standard errors is clear)."
-    )
-
-
-def _plus_minus(gain: Gain) -> str:
-    return f"{gain.mean:.3g} ± {gain.error:.2g}"
-
-
-def _unneeded(found: HeldOut) -> Iterator[str]:
-    k, (a, b) = len(found.members), found.closest
-    if empty := (found.members == 0).nonzero().flatten().tolist():
-        yield f"no client chooses model {_listed(empty)}"
-    if single := (found.members == 1).nonzero().flatten().tolist() if k > 1 else []:
-        yield f"cluster {_listed(single)} has one client only"
-    if k > 1 and not found.merge.clear:
-        yield f"one model for clusters {a} and {b} serves their clients as well"
-    elif k > 2 and not found.one.clear:
-        yield "one model for all serves clients as well"

@@ -299,6 +299,7 @@ def evaluate(
     along: Along = "leaf",
     *,
     strangers: bool = False,
+    labels: Tensor | None = None,
 ) -> Scores:
     """Let every client choose its cluster, then score that cluster's model, or its own, on its test rows.
 
@@ -312,6 +313,7 @@ def evaluate(
         along: For algorithms that leave a tree of models: a client may also be scored with the model at the "root", or
             with the ensemble of all models on the "path" from there to its leaf.
         strangers: Whether the cohort is of clients that took no part.
+        labels: The clients' clusters where they are decided (m,), whatever their rows say; None lets them choose.
     """
     if choose_on not in ("train", "test"):
         raise ValueError(f"choose_on must be 'train' or 'test', got {choose_on!r}")
@@ -322,12 +324,13 @@ def evaluate(
         return _points(method, state, aside, choose_on)
     place = _as_new if strangers else type(method).place
     if along == "leaf":
-        served, own = method.served(state), method.own_model()
-        rows = None if served.whole else place(method, state, aside.on(choose_on))
+        served, own, rows = method.served(state), method.own_model(), None
+        if not served.whole:
+            rows = place(method, state, aside.on(choose_on)) if labels is None else labels
         first = own and First(own, "train")
         clusters = len(next(iter(method.models(state).values())))
         reply = aside.on("test").gather(Scorer().score, served.message, slots=clusters, rows=rows, first=first)
-        labels, note = reply.slot, reply.note
+        labels, note = reply.slot if labels is None else labels, reply.note
     else:
         labels = place(method, state, aside.on(choose_on))
         note = _along(method.tree(state), labels, aside.on("test"), along)

@@ -152,7 +152,7 @@ def fit_on(
         options["uplink"] = describe_uplink(uplink)
     if secure is not None:
         membership, options["secure"] = _secured(membership, secure, secured), to_plain(secure)
-    config = _config(algorithm, engine.task, engine.federation, options)
+    config = config_of(algorithm, engine.task, engine.federation, options)
     name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
     progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
     every = math.ceil(rounds / evaluations)
@@ -208,7 +208,8 @@ def _secured(
     return membership.wrapped(lambda engine: make(engine, secure))
 
 
-def _config(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:
+def config_of(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:
+    """What a run folder's config.toml says; `run` is its table of that name."""
     return {
         "algorithm": describe(algorithm),
         "task": task.spec or {"kind": "custom"},

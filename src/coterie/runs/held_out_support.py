@@ -2,7 +2,8 @@
 
 Every cluster's model is trained on for some rounds by its own clients, as is, beside, one model for the two clusters
 whose models are the most alike, and one for all clients. If the clients' test rows are served no better by k models
-than by one fewer, or by one, then k models are not needed.
+than by one fewer, or by one, then k models are not needed. Where they are served better, but chance may be the reason,
+it is open.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from coterie.core.method import Method, PointMethod
 from coterie.core.pytree import Params, exact, stack, take
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedavg import State as OneModel
+from coterie.runs.answers import answer, every
+from coterie.runs.candidates import bearable, is_linear_in_counts
 from coterie.runs.evaluate import Scorer
 
 ROUNDS = 15  # of training on, of all models alike
 CLEARLY = 3.0  # standard errors by which the mean loss of clients must be lower
+HARDLY = 1.0  # standard errors up to which it is no lower
 
 
 class Gain(NamedTuple):
@@ -32,9 +36,9 @@ class Gain(NamedTuple):
     error: float  # its standard error over clients
 
     @property
-    def clear(self) -> bool:
-        """Whether chance is no likely reason."""
-        return self.mean > CLEARLY * self.error
+    def real(self) -> bool | None:
+        """Whether chance is no likely reason; None where it may be."""
+        return answer(self.mean, HARDLY * self.error, CLEARLY * self.error)
 
 
 class HeldOut(NamedTuple):
@@ -46,6 +50,11 @@ class HeldOut(NamedTuple):
     closest: tuple[int, int]  # the clusters that were made one; (0, 0) where there is one only
     merge: Gain  # over one model for these two, for their clients
     one: Gain  # over one model for all
+
+    @property
+    def supported(self) -> bool | None:
+        """Whether each of the models is needed; None where that is open."""
+        return len(self.members) == 1 or every(bool((self.members > 1).all()), self.merge.real, self.one.real)
 
 
 def held_out(cohort: Cohort, algorithm: Method, state: Any) -> HeldOut:
@@ -67,7 +76,7 @@ def held_out(cohort: Cohort, algorithm: Method, state: Any) -> HeldOut:
     k = len(next(iter(models.values())))
     losses = _losses(cohort, models)
     members = labels.bincount(minlength=k)
-    train = _trainer(algorithm)
+    train = _trainer(algorithm, cohort)
     own = _trained(train, cohort, models, labels)
     alone = _losses(cohort, own).gather(1, labels[:, None])[:, 0]
     if int((members > 0).sum()) < 2:
@@ -102,11 +111,14 @@ def _closest(losses: Tensor, labels: Tensor, members: Tensor) -> tuple[tuple[int
     return (min(a, b), max(a, b)), b
 
 
-def _trainer(algorithm: Method) -> FedAvg:
-    """FedAvg with the settings of local training that the method has."""
+def _trainer(algorithm: Method, cohort: Cohort) -> FedAvg:
+    """FedAvg with the settings of local training that the method has; of counts, any one step size may be too large."""
     known = {f.name for f in fields(FedAvg)} - {"fraction"}
     shared = {f.name: getattr(algorithm, f.name) for f in fields(algorithm) if f.name in known}  # type: ignore[arg-type]
-    return FedAvg(**{name: value for name, value in shared.items() if value is not None})
+    given = {name: value for name, value in shared.items() if value is not None}
+    if "lr" not in given and is_linear_in_counts(cohort.task, cohort.federation):
+        given["lr"] = bearable(cohort.task, cohort.federation)[0]
+    return FedAvg(**given)
 
 
 def _trained(train: FedAvg, cohort: Cohort, models: Params, labels: Tensor) -> Params:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 DECILE = 0.1
-LESS_IS_BETTER = ("mse", "nats", "loss", "squared distance")
+LESS_IS_BETTER = ("mse", "deviance", "nats", "loss", "squared distance")
 
 
 class Hurt(NamedTuple):

@@ -21,6 +21,7 @@ from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.evaluate import PointScores, Scores, SummedScores
 from coterie.runs.fingerprint import difference, fingerprint
 from coterie.runs.folder import read_checkpoint, read_config, read_fingerprint, read_history, read_result
+from coterie.runs.loop import CLIENTS
 from coterie.runs.run import Run
 from coterie.storage import snapshot
 from coterie.storage.inputs import Inputs
@@ -47,7 +48,8 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
         raise ValueError(f"{path} has no checkpoint that can be read")
     for file in damaged:
         log.warning("%s is damaged; using the checkpoint before it", file.name)
-    engine = Absent(path, _clients(result), task or _task(config["task"], result["metric"]), result["executor"])
+    known, key = task or _task(config["task"], result["metric"]), Key.of(config["run"]["seed"]).fold(CLIENTS)
+    engine = Absent(path, _clients(result), known, result["executor"], key)
     if task is not None and (other := difference(read_fingerprint(path), fingerprint(engine))):
         raise ValueError(f"{path} was made with {other}")
     scores = _scores(result, method, content["state"])
@@ -61,8 +63,8 @@ class Absent(Engine):
 
     remote = True
 
-    def __init__(self, path: Path, federation: Federation, task: Task, name: str) -> None:
-        super().__init__(federation, task, Key.of(0), torch.device("cpu"))
+    def __init__(self, path: Path, federation: Federation, task: Task, name: str, key: Key) -> None:
+        super().__init__(federation, task, key, torch.device("cpu"))
         self.path, self.name = path, name
 
     def combine(self, exchange: Exchange) -> Sums:

@@ -20,7 +20,8 @@ from coterie.runs import sanity
 from coterie.runs.evaluate import Scores, evaluate
 from coterie.runs.folder import Record
 from coterie.runs.progress import Progress
-from coterie.runs.run import Diverged, Run, summary
+from coterie.runs.run import Diverged, Run
+from coterie.runs.summary import summary
 from coterie.storage import snapshot
 
 log = logging.getLogger("coterie")
@@ -96,6 +97,19 @@ class Loop:
             stopped = f"the run stopped after round {self.now.done} of {self.rounds}"
             on = "once there is room, go on with --resume (in Python, resume=True) from its last checkpoint"
             raise snapshot.Unwritten(f"{error}; {stopped}: {on}") from error
+
+    def go_on(self, state: Any, history: list[dict[str, Any]]) -> Run:
+        """Do the rounds after those of a history, and return the run as it then stands.
+
+        Args:
+            state: After the rounds of the history.
+            history: Its rounds are not done again, and count.
+        """
+        self.history = list(history)
+        self._publish(to_device(state, self.cohort.engine.device), len(history))
+        with self.progress:
+            self._rounds()
+        return self._result()
 
     def _rounds(self) -> None:
         """Do the rounds. A run that is resumed asks its callbacks first: they may have ended it here."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from coterie.core.pytree import Params, beside, stack, take
 from coterie.core.task import SHARE, Data, Task, apart
 from coterie.engines import ENGINES, Vectorised
 from coterie.runs import display
-from coterie.runs.evaluate import Along, PointScores, Scores, evaluate, margins
+from coterie.runs.evaluate import Along, Scores, evaluate, margins
 from coterie.runs.folder import read_models
 
 if TYPE_CHECKING:
@@ -41,6 +39,22 @@ class Diverged(ValueError):
         self.run = run
 
 
+class Move(NamedTuple):
+    """A client that was moved to another group.
+
+    Attributes:
+        client: Its name; its position where clients have none.
+        before: The cluster it was in.
+        after: The cluster it is in now.
+        since: The update, counted from 1, since which its rows spoke for that.
+    """
+
+    client: str | int
+    before: int
+    after: int
+    since: int
+
+
 @dataclass(frozen=True)
 class Run:
     """What `fit` returns.
@@ -49,7 +63,7 @@ class Run:
         algorithm: The method, with its hyperparameters.
         state: All that it has learnt.
         history: One dict per round: loss, score (also per cluster), labels changed, groups, members per cluster, bytes
-            down and up, seconds.
+            down and up, seconds. The last round of an update has what it found, under "update".
         path: The run folder, None if nothing was written.
         warnings: What speaks against the result; it has been said in the log too.
     """
@@ -115,6 +129,17 @@ class Run:
             raise ValueError(f"module: cluster must be a whole number from 0 to {k - 1}, got {cluster!r}")
         return functions.pure.loaded(take(models, cluster))
 
+    def own_models(self) -> Params | None:
+        """Every client's own model, stacked (m, …); None where clients are served by the model of their cluster.
+
+        A mixture has an axis of models more, and their shares as `coterie.core.task.SHARE` (m, j).
+        """
+        if self.algorithm.own_model() is None:
+            return None
+        if self._cohort.engine.remote:
+            raise ValueError("own_models: clients have models of their own, where their rows are")
+        return self._own(self._cohort.uncharged(), torch.from_numpy(self.labels))
+
     def predict(
         self,
         x: Any,
@@ -123,7 +148,7 @@ class Run:
         probabilities: bool = False,
         deviations: bool = False,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """What the models say of rows: of a classifier the class, of a regressor the value.
+        """What the models say of rows: of a classifier the class, of a regressor the value, of counts the expected one.
 
         Args:
             x: Rows, as clients have them.
@@ -252,6 +277,51 @@ class Run:
         federation.check(self.task)
         return evaluate(self.algorithm, self.state, self.cohort_of(federation), choose_on, along, strangers=True)
 
+    def update(
+        self,
+        federation: Federation,
+        *,
+        rounds: int = 10,
+        patience: int = 3,
+        out: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> Run:
+        """Go on with clients as they are now: some joined, some left, some have other rows.
+
+        Clients are matched by their names. Newcomers are placed as `assign` places them. A client whose rows speak for
+        another group trains no model, and is moved there once they have in `patience` updates in a row. Clients that no
+        model serves get one of their own if rows that it was not trained on are clearly better served by it.
+
+        Args:
+            federation: The clients of now, with their rows of now.
+            rounds: How many rounds to train.
+            patience: Updates in a row in which a client's rows must speak for the same other group.
+            out: The run folder to write; None writes nothing. It is written when the update is done.
+            overwrite: Replace the run that is in `out`, if there is one.
+
+        Returns:
+            The run as it is now; this one stays as it is. `run.updates` and `run.moved` tell what has changed.
+
+        Raises:
+            ValueError: The method or the run cannot be updated, or the input is bad.
+        """
+        from coterie.runs.update import update
+
+        return update(self, federation, rounds, patience, out, overwrite)
+
+    @property
+    def updates(self) -> list[dict[str, Any]]:
+        """What each update found, the first one first: how many clients joined, left, moved and wait, and the score.
+
+        Scores are means over the clients of now, on their rows of now, `before` and `after` the update.
+        """
+        return [row["update"] for row in self.history if "update" in row]
+
+    @property
+    def moved(self) -> list[Move]:
+        """The clients that the last update moved; none if there was no update."""
+        return [Move(*each) for each in self.updates[-1]["moves"]] if self.updates else []
+
     def cohort_of(self, federation: Federation) -> Cohort:
         """Other clients, simulated: on the same kind of engine as the run's, if that was simulated too."""
         own = self._cohort.engine.in_the_open()
@@ -284,7 +354,7 @@ class Run:
         newcomer, j = self._alone(rows), int(self.assign(*rows))
         if self.algorithm.own_model() is None:
             return take(self.algorithm.models(self.state), j)
-        return self._own(self.cohort_of(newcomer), j)
+        return take(self._own(self.cohort_of(newcomer), torch.tensor([j])), 0)
 
     def _model_of(self, i: int) -> Params:
         """The model of a client's cluster with what the client keeps to itself, or a model of its own."""
@@ -295,20 +365,19 @@ class Run:
         if self.algorithm.own_model() is not None:
             if engine.remote:
                 raise ValueError(f"{name} has a model of its own, where its rows are; give these as a pair (x, y)")
-            return self._own(self._cohort.only([i]).uncharged(), j)
+            return take(self._own(self._cohort.only([i]).uncharged(), torch.tensor([j])), 0)
         if self.task.personal and engine.name == "flower":
             raise ValueError(f"{name} keeps a part of its model to itself, on its node (batch_norm='local')")
         theta = take(self.algorithm.models(self.state), j)
         return {**theta, **beside(next(iter(theta.values())), personal_of(self._cohort.ledger.memory.get(i)))}
 
-    def _own(self, client: Cohort, cluster: int) -> Params:
-        """The model that one client makes of what it is served with, on its training rows."""
+    def _own(self, clients: Cohort, clusters: Tensor) -> Params:
+        """The models that clients of these clusters make of what they are served with, on their training rows."""
         served, own = self.algorithm.served(self.state), self.algorithm.own_model()
-        assert own is not None  # both callers have looked
-        rows = None if served.whole else torch.tensor([cluster])
-        at = client.at(max(0, len(self.history) - 1))  # as when it was scored
-        reply = at.gather(own, served.message, slots=len(self.algorithm.members(self.state)), rows=rows)
-        return take(reply.update.theta, 0)
+        assert own is not None  # all callers have looked
+        rows = None if served.whole else clusters
+        at = clients.at(max(0, len(self.history) - 1))  # as when they were scored
+        return at.gather(own, served.message, slots=len(self.algorithm.members(self.state)), rows=rows).update.theta
 
     def _deviations(self, x: Any, client: Any) -> np.ndarray:
         """The standard deviations of predictions, for a client as in `predict`."""
@@ -369,45 +438,3 @@ def _data_of(federation: Federation, i: int) -> Data:
     """The training rows of one client."""
     x, y = federation.train.client(i)
     return Data(x, y, torch.ones(len(x)))
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """A run in figures, for its folder."""
-    names = run._cohort.federation.ids
-    return {
-        "metric": run.scores.metric,
-        "score": run.score,
-        "clusters": len(run.algorithm.members(run.state)),
-        "worst_decile": worst if math.isfinite(worst := run.scores.worst_decile) else None,
-        **run.scores.clustering,
-        "per_cluster": {str(j): v for j, v in run.scores.per_cluster.items()},
-        "per_client": _listed(run.scores.per_client),
-        "losses": _listed(run.scores.loss),
-        "margins": _listed(run.margins),
-        "rows": run._cohort.federation.train.sizes.tolist(),
-        "labels": run.labels.tolist(),
-        "row": list(run._cohort.federation.train.x.shape[1:]),
-        "inputs": None if (inputs := run._cohort.federation.inputs) is None else inputs.plain(),
-        "ids": list(names) if names else None,
-        "columns": list(columns) if (columns := run._cohort.federation.columns) else None,
-        "groups": None if run.scores.groups is None else run.scores.groups.tolist(),
-        "table": run.scores.table.tolist() if isinstance(run.scores, PointScores) else None,
-        "tree": None if (tree := run.algorithm.tree(run.state)) is None else tree.outline(),
-        "seconds": sum(row["seconds"] for row in run.history),
-        "bytes_down": sum(row["bytes_down"] for row in run.history),
-        "bytes_up": sum(row["bytes_up"] for row in run.history),
-        "left_out": dict(Counter(site for row in run.history for site in row.get("left_out", []))),
-        "report": run.algorithm.report(run.state),
-        "warnings": run.warnings,
-        "executor": run._cohort.engine.name,
-        "device": _device_name(run._cohort.engine.device),
-    }
-
-
-def _listed(values: np.ndarray) -> list[float | None]:
-    """Numbers for JSON, which has none that are not finite."""
-    return [v if math.isfinite(v) else None for v in values.tolist()]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

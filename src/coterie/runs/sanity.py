@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.core.engine import Engine
 from coterie.core.federation import Federation
+from coterie.core.losses import poisson_deviance
 from coterie.storage.packed import Packed
 
 ROWS = 100_000  # rows at most that are looked at
@@ -17,6 +18,7 @@ NUMBERS = 10**7  # numbers of x at most that are looked at
 BLOCKS = 100  # places from which rows are taken where not all are: what is mapped from a file is read in pages
 APART = 100  # times that columns may differ in scale
 NOTABLE = 0.02  # of the first loss, by which the loss has to go up
+TINY = 1e-9  # a deviance that is none: all counts are the same
 HELP = "a smaller lr usually helps"
 
 
@@ -81,6 +83,12 @@ def _worse_than_constant(score: float, engine: Engine) -> str | None:
         spread = _mean_over_clients((y - y.mean(0)).square().sum(1), at, rows)
         if score > 1.05 * spread:
             return f"the models do worse than the mean of y (MSE {score:.4g}, variance {spread:.4g})"
+    if kind == "counts":
+        at = _some(rows, ROWS)
+        y = rows.y[at].double().flatten()
+        alone = _mean_over_clients(poisson_deviance(y.mean().clamp(min=TINY).log().expand(len(y)), y), at, rows)
+        if score > 1.05 * alone > TINY:
+            return f"the models do worse than the mean of y (deviance {score:.4g}, of the mean {alone:.4g})"
     if kind == "classifier":
         at = _some(rows, ROWS)
         y = rows.y[at]

@@ -3,13 +3,13 @@
 The null is not one model but one group with random effects: θ_i ~ N(μ, Σ), y_i = φ(x_i)θ_i + e_i with a variance of
 noise that is the client's own. k groups are θ_i ~ Σ_j π_j N(μ_j, Σ). They are supported if BIC prefers them to fewer,
 if each has two clients or more, and if between any two of them there is a valley: no distribution of clients along the
-line through both that has one hump only explains them as well.
+line through both that has one hump only explains them as well. Where one of these figures speaks for groups but not
+clearly, and none against them, it is open whether there are so many.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,9 +35,11 @@ from coterie.parts.random_effects import (
 )
 from coterie.parts.residuals import values_of
 from coterie.parts.valley import valley
+from coterie.runs.answers import answer, every
 
 CLEAR = 5.0  # nats by which BIC must prefer groups to fewer of them: a difference of 10 as it is mostly given
 VALLEY = 4.0  # nats by which two groups must explain clients better than one hump
+FEWER, FLAT = 0.0, 1.0  # the same, up to which BIC does not prefer groups and there is no valley; between, it is open
 FURTHER = 2  # groups beyond those of a run that are looked for: there may be more, and clients like no other
 STEPS, SHORT = 100, 8  # of expectation and maximisation at most; of those after which the better starts are kept
 SETTLED = 0.02  # nats that a step must add
@@ -145,7 +147,7 @@ class Observer:
 
 def _scaled(task: Task, sent: Sent, data: Data) -> Rows:
     """A client's rows in units of the frame, and of what noise it has beside others."""
-    rows = sent.frame.rows(values_of(task, data), data.mask.sum())
+    rows = sent.frame.rows(values_of(task, data), data.mask.sum()).condensed()
     free, squares = _free(rows)
     own = ((sent.noise.doubt * squares / sent.noise.level + 1) / (sent.noise.doubt * free + 1)).sqrt()
     return rows._replace(phi=rows.phi / own, y=rows.y / own)
@@ -179,6 +181,7 @@ class Judged(NamedTuple):
     """What speaks for the groups of a fit."""
 
     fit: Fit
+    ahead: float  # nats by which BIC prefers them to any smaller number
     members: Tensor  # clients of each (k,)
     valley: float  # the least between any two that have two clients or more
 
@@ -187,14 +190,50 @@ class Judged(NamedTuple):
         """Groups of two clients or more."""
         return int((self.members > 1).sum())
 
+    @property
+    def preferred(self) -> bool | None:
+        """Whether BIC prefers them."""
+        return answer(self.ahead, FEWER, CLEAR)
+
+    @property
+    def apart(self) -> bool | None:
+        """Whether there is a valley between any two."""
+        return answer(self.valley, FLAT, VALLEY)
+
+    @property
+    def supported(self) -> bool | None:
+        """Whether there are so many groups as are real; None where that is open."""
+        return every(self.real > 1, self.preferred, self.apart)
+
 
 class Support(NamedTuple):
     """What a search for groups has found."""
 
-    found: int  # the groups that are supported
     fits: dict[int, Fit]  # the likeliest of every number that was tried
     judged: dict[int, Judged]  # those that BIC prefers to all smaller ones, and those of the run
     same: float  # the evidence that all clients have one and the same model, as that of `fits`
+
+    @property
+    def found(self) -> int:
+        """The groups that are clearly supported."""
+        return max((each.real for each in self.judged.values() if each.supported), default=1)
+
+    @property
+    def open(self) -> Judged | None:
+        """More groups of which it is open whether they are supported: the most of them."""
+        more = [each for each in self.judged.values() if each.supported is None and each.real > self.found]
+        return max(more, key=lambda each: each.real, default=None)
+
+    @property
+    def groups(self) -> int | None:
+        """How many groups there are; None where that is open."""
+        return None if self.open else self.found
+
+    def supports(self, k: int) -> bool | None:
+        """Whether there are k groups or more."""
+        if k <= self.found:
+            return True
+        return None if self.open and k <= self.open.real else False
 
 
 @dataclass(frozen=True)
@@ -240,7 +279,7 @@ class Clients:
         """The sums of one exchange."""
         return _sums(self.cohort, Observer().expect, Sent(mixture, self.frame, self.noise))
 
-    def judged(self, fit: Fit) -> Judged:
+    def judged(self, fit: Fit, ahead: float) -> Judged:
         """Ask every client for its group, and where it lies between groups."""
         message = Between(Lines.of(fit.mixture), Sent(fit.mixture, self.frame, self.noise))
         reply = self.cohort.gather(Observer().place, to_device(message, self.cohort.engine.device), slots=fit.k)
@@ -252,7 +291,7 @@ class Clients:
             if min(int(members[a]), int(members[b])) > 1
             for own in [(label == a) | (label == b)]
         ]
-        return Judged(fit, members, min(valleys, default=0.0))
+        return Judged(fit, ahead, members, min(valleys, default=0.0))
 
 
 def _moderation(sums: dict[str, Tensor]) -> Noise:
@@ -266,19 +305,20 @@ def _moderation(sums: dict[str, Tensor]) -> Noise:
     return Noise((mean + half.digamma() - half.log()).exp(), 1 / (2 * half))
 
 
-def support(cohort: Cohort, theta: Tensor, share: Tensor) -> Support:
+def support(cohort: Cohort, theta: Tensor, share: Tensor, further: int = FURTHER) -> Support:
     """How many groups there are, looking up to a few more than a run has.
 
     Args:
         cohort: The clients.
         theta: The models of the run (k, p).
         share: The shares of the clients that choose them (k,).
+        further: How many more are looked for at most, as long as evidence rises.
     """
     clients, start = Clients.of(cohort)
     k, d = len(theta), start.mean.shape[-1]
     same = clients.likeliest(start._replace(factor=torch.zeros_like(start.factor)))
     fits = {1: clients.likeliest(start)}
-    for j in range(2, k + FURTHER + 1):
+    for j in range(2, k + further + 1):
         if _falls(fits, j - 1) and (j - 1 > k or _falls(fits, j - 2)):
             break
         fits[j] = clients.likeliest(split(fits[j - 1].mixture))
@@ -286,11 +326,10 @@ def support(cohort: Cohort, theta: Tensor, share: Tensor) -> Support:
         _keep(fits, clients.likeliest(_of_run(theta, share, clients.frame, fits[1].mixture)))
     if k > 2:
         _keep(fits, clients.likeliest(merged(fits[k].mixture)))
-    judged = {j: clients.judged(fits[j]) for j in _preferred(fits, k)}
+    ahead = {j: fits[j].evidence - max(fits[i].evidence for i in fits if i < j) for j in fits if j > 1}
     return Support(
-        found=max((v.real for v in judged.values() if _holds(fits, v)), default=1),
         fits=fits,
-        judged=judged,
+        judged={j: clients.judged(fits[j], ahead[j]) for j in ahead if j == k or ahead[j] > FEWER},
         same=same.likelihood + d * (d + 1) / 4 * math.log(len(cohort)),
     )
 
@@ -303,21 +342,6 @@ def _keep(fits: dict[int, Fit], fit: Fit) -> None:
 def _falls(fits: dict[int, Fit], j: int) -> bool:
     """Whether j groups have less evidence than one fewer."""
     return j > 1 and fits[j].evidence < fits[j - 1].evidence
-
-
-def _preferred(fits: dict[int, Fit], k: int) -> Iterator[int]:
-    for j in sorted(fits):
-        if j > 1 and (j == k or _better(fits, j)):
-            yield j
-
-
-def _better(fits: dict[int, Fit], j: int) -> bool:
-    """Whether BIC clearly prefers j groups to any smaller number."""
-    return fits[j].evidence > max(fit.evidence for i, fit in fits.items() if i < j) + CLEAR
-
-
-def _holds(fits: dict[int, Fit], judged: Judged) -> bool:
-    return _better(fits, judged.fit.k) and judged.real > 1 and judged.valley > VALLEY
 
 
 def _of_run(theta: Tensor, share: Tensor, frame: Frame, one: Mixture) -> Mixture:

@@ -9,12 +9,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from coterie.core.settings import nearest_name
+from coterie.storage.names import nearest_name
 from coterie.storage.snapshot import write_text
 from coterie_lab.reproduce import (
     assignment,
     contraction,
     diagnoses,
+    drift,
     geometry,
     masks,
     newcomers,
@@ -26,6 +27,7 @@ from coterie_lab.reproduce import (
     separation,
     sharing,
     splitting,
+    stores,
     subspace,
     success,
     table,
@@ -54,6 +56,8 @@ KINDS = {
     "tables": tables,
     "sharing": sharing,
     "diagnoses": diagnoses,
+    "drift": drift,
+    "stores": stores,
 }
 
 

@@ -1,16 +1,18 @@
 """Whether a diagnosis is right: about groups, and about clients that merely vary.
 
 Clients are simulated by a table of settings, of which all but a few are the same for every kind of federation. A
-verdict is right if it supports k groups where there are k or more, and does not where there are fewer. Cells (a kind, a
-k and a seed) are independent, and are computed side by side on all cores.
+verdict is right if it supports k groups where there are k or more, and does not where there are fewer. There may be no
+verdict, which is neither right nor wrong. Cells (a kind, a k and a seed) are independent, and are computed side by side
+on all cores.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +57,7 @@ def _cells(
 
 
 def cell(kind: Kind, k: int, seed: int) -> Cell:
-    """One diagnosis, and whether it is right."""
+    """One diagnosis, and whether it is right (None if it has no verdict)."""
     federation = simulated(kind, seed)
     d = federation.train.x.shape[1]
     if kind["classes"]:
@@ -67,7 +69,7 @@ def cell(kind: Kind, k: int, seed: int) -> Cell:
     value = {f.name: f.value for f in found.figures}
     return {
         "seed": seed,
-        "right": found.supported == (k <= kind["groups"]),
+        "right": None if found.supported is None else found.supported == (k <= kind["groups"]),
         "groups": found.groups,
         "merge": value.get("against a merge"),
         "valley": value.get("valley"),
@@ -81,30 +83,65 @@ def simulated(kind: Kind, seed: int) -> Federation:
     """Clients of a kind: y = ⟨x, θ_i⟩ + a_i + noise, or classes with such logits.
 
     Args:
-        kind: The settings. `clients`, `rows` and `d` are ranges to draw from; `groups` is how many there are, and
-            `shares` their sizes; `within` the root mean square distance of θ_i from its group's model, of the smallest
-            distance between groups (of 1 where there is one group); `line` the half length of a uniform distribution
-            of θ_i, `skew` the mean of an exponential one; `intercept` the deviation of a_i; `noise` that of rows;
-            `noise_by_client` the deviation of its logarithm; `dof` the degrees of freedom of noise; `scales` the
-            deviation of the logarithm of clients' features; `outliers` clients with a model like no other's; `classes`
-            how many, 0 for a regression.
+        kind: The settings. `clients`, `rows` and `d` are ranges to draw from; `groups` is how many there are, `shares`
+            their sizes, and `differ` in what: "all", "one coefficient" or "intercept"; `within` the root mean square
+            distance of θ_i from its group's model, of the smallest distance between groups (of 1 where there is one
+            group), `spreads` by what that is multiplied in each group, `tails` the degrees of freedom of θ_i; `line`
+            the half length of a uniform distribution of θ_i, `disc` the radius of one in a ball, `skew` the mean of an
+            exponential one, `two_piece` the deviation of a normal one to one side, which is four times that to the
+            other; `intercept` the deviation of a_i; `noise` that of rows, `noises` by what it is multiplied in each
+            group, `noise_by_client` the deviation of its logarithm, `dof` its degrees of freedom; `scales` the
+            deviation of the logarithm of clients' features, `correlation` that of any two features, `modes` the
+            distance of the first feature's mean from 0, to either side by client; `outliers` clients with a model like
+            no other's; `classes` how many, 0 for a regression. What is 0 or empty is not there.
         seed: Of all draws.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kind["name"].encode())])
     m, d = (int(rng.integers(low, high + 1)) for low, high in (kind["clients"], kind["d"]))
     width = max(kind["classes"], 1)
-    centres, apart = _centres(rng, kind["groups"], d * width)
+    centres, level, apart = _models(rng, kind, d * width)
     z = _labels(rng, m, kind)
-    theta = centres[z] + kind["within"] * apart / np.sqrt(d * width) * rng.normal(size=(m, d * width))
-    along = rng.normal(size=d * width)
-    far = kind["line"] * rng.uniform(-1, 1, size=(m, 1)) + kind["skew"] * rng.exponential(size=(m, 1))
-    theta += far * along / np.linalg.norm(along)
+    theta = centres[z] + apart * _deviations(rng, kind, z, d * width) + _continuum(rng, kind, m, d * width)
+    client = Clients(theta, level[z], np.array(kind["noises"] or [1.0] * kind["groups"])[z])
     odd = rng.permutation(m)[: kind["outliers"]]
     theta[odd], z[odd] = 3 * rng.normal(size=(len(odd), d * width)), -1
     draw = _classes if kind["classes"] else _targets
-    train = [draw(rng, kind, row.reshape(d, width), draws) for row, draws in _draws(rng, kind, theta, kind["rows"])]
-    test = [draw(rng, kind, row.reshape(d, width), draws) for row, draws in _draws(rng, kind, theta, kind["rows"])]
+    train = [draw(rng, kind, own, width) for own in _draws(rng, kind, client)]
+    test = [draw(rng, kind, own, width) for own in _draws(rng, kind, client)]
     return Federation.from_clients(train, test if kind["classes"] else None, groups=z)
+
+
+class Clients(NamedTuple):
+    """What all rows of a client have in common; one entry for every client."""
+
+    theta: np.ndarray  # (m, d)
+    level: np.ndarray  # the intercept of its group
+    noise: np.ndarray  # of its group, beside others
+
+
+class Own(NamedTuple):
+    """The same of one client, with what is drawn for it."""
+
+    theta: np.ndarray
+    rows: int
+    scale: float  # of features
+    intercept: float
+    noise: float  # its deviation
+    mode: float  # the mean of its first feature
+
+
+def _models(rng: np.random.Generator, kind: Kind, d: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Groups' models (k, d), their intercepts (k,), and the smallest distance between groups."""
+    k, differ = kind["groups"], kind["differ"]
+    if differ == "all":
+        centres, apart = _centres(rng, k, d)
+        return centres, np.zeros(k), apart
+    alone, apart = _centres(rng, k, 1)
+    alike = np.repeat(_centres(rng, 1, d)[0], k, 0)
+    if differ == "intercept":
+        return alike, alone[:, 0], apart
+    alike[:, 0] = alone[:, 0]
+    return alike, np.zeros(k), apart
 
 
 def _centres(rng: np.random.Generator, k: int, d: int) -> tuple[np.ndarray, float]:
@@ -117,53 +154,82 @@ def _centres(rng: np.random.Generator, k: int, d: int) -> tuple[np.ndarray, floa
             return centres, float(apart)
 
 
+def _deviations(rng: np.random.Generator, kind: Kind, z: np.ndarray, d: int) -> np.ndarray:
+    """Of clients' models from their group's, where groups are 1 apart."""
+    spread, dof = np.array(kind["spreads"] or [1.0] * kind["groups"])[z, None], kind["tails"]
+    far = kind["within"] * spread / np.sqrt(d) * rng.normal(size=(len(z), d))
+    return far * np.sqrt((dof - 2) / rng.chisquare(dof, size=(len(z), 1))) if dof else far
+
+
+def _continuum(rng: np.random.Generator, kind: Kind, m: int, d: int) -> np.ndarray:
+    """How clients' models vary where that is not normal."""
+    along = rng.normal(size=d)
+    far = kind["line"] * rng.uniform(-1, 1, size=(m, 1)) + kind["skew"] * rng.exponential(size=(m, 1))
+    if kind["two_piece"]:
+        right = rng.uniform(size=(m, 1)) < 0.8  # so that density has no step
+        far += kind["two_piece"] * np.where(right, 4, -1) * np.abs(rng.normal(size=(m, 1)))
+    theta = far * along / np.linalg.norm(along)
+    if kind["disc"]:
+        ball = rng.normal(size=(m, d))
+        theta += kind["disc"] * rng.uniform(size=(m, 1)) ** (1 / d) * ball / np.linalg.norm(ball, axis=1, keepdims=True)
+    return theta
+
+
 def _labels(rng: np.random.Generator, m: int, kind: Kind) -> np.ndarray:
     shares = np.array(kind["shares"] or [1 / kind["groups"]] * kind["groups"])
     ends = np.round(shares.cumsum() / shares.sum() * m).astype(int)
     return rng.permutation(np.searchsorted(ends, np.arange(m), side="right"))
 
 
-def _draws(rng: np.random.Generator, kind: Kind, theta: np.ndarray, rows: tuple[int, int]) -> Any:
-    """What is a client's own: its model, and (rows, scale of features, intercept, deviation of noise)."""
-    for row in theta:
-        n, scale = int(rng.integers(rows[0], rows[1] + 1)), np.exp(kind["scales"] * rng.normal())
-        noise = kind["noise"] * np.exp(kind["noise_by_client"] * rng.normal())
-        yield row, (n, scale, kind["intercept"] * rng.normal(), noise)
+def _draws(rng: np.random.Generator, kind: Kind, clients: Clients) -> Iterator[Own]:
+    low, high = kind["rows"]
+    for i, (theta, level, noise) in enumerate(zip(*clients, strict=True)):
+        n, scale = int(rng.integers(low, high + 1)), np.exp(kind["scales"] * rng.normal())
+        noise *= kind["noise"] * np.exp(kind["noise_by_client"] * rng.normal())
+        yield Own(theta, n, scale, level + kind["intercept"] * rng.normal(), noise, kind["modes"] * (-1) ** i)
 
 
-def _targets(rng: np.random.Generator, kind: Kind, theta: np.ndarray, draws: Any) -> tuple[np.ndarray, np.ndarray]:
-    n, scale, intercept, deviation = draws
-    x, dof = scale * rng.normal(size=(n, len(theta))), kind["dof"]
-    noise = rng.standard_t(dof, n) * np.sqrt((dof - 2) / dof) if dof else rng.normal(size=n)
-    return x.astype(np.float32), (x @ theta[:, 0] + intercept + deviation * noise).astype(np.float32)
+def _features(rng: np.random.Generator, kind: Kind, own: Own, d: int) -> np.ndarray:
+    x = rng.normal(size=(own.rows, d))
+    if r := kind["correlation"]:
+        x = np.sqrt(1 - r) * x + np.sqrt(r) * rng.normal(size=(own.rows, 1))
+    x[:, 0] += own.mode
+    return own.scale * x
 
 
-def _classes(rng: np.random.Generator, kind: Kind, theta: np.ndarray, draws: Any) -> tuple[np.ndarray, np.ndarray]:
+def _targets(rng: np.random.Generator, kind: Kind, own: Own, width: int) -> tuple[np.ndarray, np.ndarray]:
+    x, dof = _features(rng, kind, own, len(own.theta)), kind["dof"]
+    noise = rng.standard_t(dof, own.rows) * np.sqrt((dof - 2) / dof) if dof else rng.normal(size=own.rows)
+    return x.astype(np.float32), (x @ own.theta + own.intercept + own.noise * noise).astype(np.float32)
+
+
+def _classes(rng: np.random.Generator, kind: Kind, own: Own, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Classes by logits that are as much as `noise` says larger than noise."""
-    n, scale, _, deviation = draws
-    x = scale * rng.normal(size=(n, len(theta)))
-    return x.astype(np.float32), (x @ theta / deviation + rng.gumbel(size=(n, theta.shape[1]))).argmax(1)
+    theta = own.theta.reshape(-1, width)
+    x = _features(rng, kind, own, len(theta))
+    return x.astype(np.float32), (x @ theta / own.noise + rng.gumbel(size=(own.rows, width))).argmax(1)
 
 
 # --- the table and the picture ---------------------------------------------------------------------------------------
 
 
 def _row(kind: Kind, k: int, cells: list[Cell]) -> dict[str, Any]:
-    right = sum(c["right"] for c in cells)
+    seeds = {right: [c["seed"] for c in cells if c["right"] is right] for right in (True, False, None)}
     known = [c["groups"] for c in cells if c["groups"] is not None]
     return {
         "kind": kind["name"],
         "groups": kind["groups"],
         "k": k,
-        "right": f"{right} of {len(cells)}",
-        "share": right / len(cells),
-        "wrong": [c["seed"] for c in cells if not c["right"]],
+        "seeds": len(cells),
+        "right": len(seeds[True]),
+        "wrong": seeds[False],
+        "no verdict": seeds[None],
         "groups found": {str(n): known.count(n) for n in sorted(set(known))},
     }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A bar for every kind and k.
+    """A bar for every kind and k: right verdicts, then seeds without a verdict; wrong ones are left white.
 
     Args:
         result: The result of `run`.
@@ -172,16 +238,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows = result["rows"]
     fig = plots.figure(7.2, 0.6 + 0.19 * len(rows))
     axes, at = fig.subplots(), np.arange(len(rows))
-    yes = [r["k"] <= r["groups"] for r in rows]
-    for colour, answer, name in ((plots.COLOURS[0], True, "supported"), (plots.COLOURS[1], False, "not supported")):
-        own = [i for i in at if yes[i] == answer]
-        shares = [100 * rows[i]["share"] for i in own]
-        axes.barh(own, shares, 0.7, color=colour, alpha=0.8, label=f"{name} is right")
+    yes = np.array([r["k"] <= r["groups"] for r in rows])
+    right, none = (
+        100 * np.array(counts) / [r["seeds"] for r in rows]
+        for counts in ([r["right"] for r in rows], [len(r["no verdict"]) for r in rows])
+    )
+    for colour, own, name in ((plots.COLOURS[0], yes, "supported"), (plots.COLOURS[1], ~yes, "not supported")):
+        axes.barh(at[own], right[own], 0.7, color=colour, alpha=0.8, label=f"{name} is right")
+    axes.barh(at, none, 0.7, left=right, color="0.8", label="no verdict")
     axes.axvline(95, color="black", lw=0.8, ls=(0, (2, 1)))
     axes.set_yticks(at, [f"{r['kind']}, k = {r['k']}" for r in rows], fontsize=7)
     axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.invert_yaxis()
-    axes.set_xlabel("seeds on which the verdict is right (%)")
-    fig.legend(loc="outside upper center", fontsize=8, frameon=False, ncols=2)
+    axes.set_xlabel("seeds (%)")
+    fig.legend(loc="outside upper center", fontsize=8, frameon=False, ncols=3)
     plots.tidy(axes)
     plots.save(fig, path)

@@ -15,6 +15,7 @@ from coterie.runs import plots
 from coterie.runs.config import build_task
 from coterie.runs.fit import fit
 from coterie_lab.reproduce.notebook import Notebook
+from coterie_lab.reproduce.robustness import pool
 from coterie_lab.reproduce.rounds import seeded
 
 Cell = dict[str, Any]
@@ -27,16 +28,19 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
     Args:
         spec: Table of the experiment.
-        device: "auto", "cpu" or "cuda".
+        device: Not used: cells are small, and there are many.
         notebook: Stores the parts that are done.
     """
-    rows = []
-    for k in spec["groups"]:
-        for spread in spec["spreads"]:
-            name = f"{k} groups, spread {spread}"
-            cells = notebook.entry(
-                name, lambda k=k, s=spread: [_cell(spec, k, s, seed, device) for seed in spec["seeds"]]
-            )
+    rows, kinds = [], [(k, spread) for k in spec["groups"] for spread in spec["spreads"]]
+    with pool() as workers:
+        waiting = {
+            (k, spread): [workers.submit(cell, spec, k, spread, seed) for seed in spec["seeds"]]
+            for k, spread in kinds
+            if _name(k, spread) not in notebook.entries
+        }
+        for k, spread in kinds:
+            own = waiting.get((k, spread), [])
+            cells = notebook.entry(_name(k, spread), lambda own=own: [each.result() for each in own])
             rows.append(_row(k, spread, cells, spec["data"]["sigma"] ** 2))
     clear = [row for row in rows if row["spread"] <= spec["clear"] or row["groups"] == 1]
     right, asked = (sum(row[what] for row in clear) for what in ("k right", "of"))
@@ -58,13 +62,25 @@ def ways(k: int) -> dict[str, Method]:
     }
 
 
-def _cell(spec: dict[str, Any], k: int, spread: float, seed: int, device: str) -> Cell:
+def _name(k: int, spread: float) -> str:
+    return f"{k} groups, spread {spread}"
+
+
+def cell(spec: dict[str, Any], k: int, spread: float, seed: int) -> Cell:
+    """Every way to share on one federation.
+
+    Args:
+        spec: Table of the experiment.
+        k: Groups.
+        spread: Of clients within a group.
+        seed: Of all draws.
+    """
     federation = seeded({**spec["data"], "groups": k, "spread": spread}, seed)
     task = build_task(
         {"kind": "regressor", "model": {"name": "linear", "inputs": spec["data"]["features"], "outputs": 1}}
     )
     done = {
-        name: fit(method, task, federation, rounds=spec["rounds"], seed=seed, device=device, evaluations=1)
+        name: fit(method, task, federation, rounds=spec["rounds"], seed=seed, device="cpu", evaluations=1)
         for name, method in ways(k).items()
     }
     return {"errors": {name: each.scores.mean for name, each in done.items()}, "k": len(done[MIXTURE].models)}

@@ -1,0 +1,1 @@
+"""Tables of rows, columns and clients: how files are read, and what becomes of their columns."""

@@ -1,0 +1,106 @@
+"""Tables from files: CSV, also compressed, and Parquet. What is wrong with a file is said in one line, with where."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from coterie.tables.column_sums import Frame
+
+_OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_PARQUET = (".parquet", ".pq")
+_SEPARATORS = ",;\t|"
+_LONGEST = 2**20  # characters of a field: a quote that is never closed would take the rest of the file
+
+
+def read_table(path: str | Path) -> Frame:
+    """Read a table: `.csv`, `.tsv` or `.txt`, also with `.gz`, `.xz` or `.bz2` behind it, or `.parquet`.
+
+    Args:
+        path: The file. A CSV file has a header; its separator (comma, semicolon, tab or bar) is found out.
+
+    Raises:
+        ValueError: The file is not there, damaged, not UTF-8 or not a table; says where.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    suffix = file.with_suffix("").suffix if file.suffix in _OPENERS else file.suffix
+    if suffix.lower() in _PARQUET:
+        return _read_parquet(file)
+    if suffix.lower() not in (".csv", ".tsv", ".txt"):
+        raise ValueError(f"{file}: a table must be .csv (also .csv.gz, .csv.xz) or .parquet, got '{file.suffix}'")
+    return _read_csv(file)
+
+
+def _read_parquet(path: Path) -> Frame:
+    import pandas as pd
+
+    try:
+        frame = pd.read_parquet(path)
+    except ImportError:
+        raise ValueError(f"{path}: Parquet needs the package pyarrow: pip install 'coterie[parquet]'") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as Parquet ({_first_line(error)})") from None
+    _check_names(path, [str(name) for name in frame.columns])
+    return frame
+
+
+def _read_csv(path: Path) -> Frame:
+    import pandas as pd
+
+    try:
+        return pd.read_csv(path, sep=_separator(path), encoding="utf-8-sig", low_memory=False)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be unpacked: it is damaged or cut off ({_first_line(error)})") from None
+    except pd.errors.ParserError as error:
+        raise ValueError(f"{path} is no table of comma-separated values ({_first_line(error)})") from None
+
+
+def _separator(path: Path) -> str:
+    """What is between fields, once every line has as many as the header: pandas fills short ones without a word."""
+    with _open(path) as file:
+        first = file.readline()
+        if not first.strip():
+            raise ValueError(f"{path} has no header: its first line is empty")
+        separator = max(_SEPARATORS, key=first.count)
+        names = next(csv.reader([first], delimiter=separator), [])
+        _check_names(path, names)
+        csv.field_size_limit(_LONGEST)
+        reader, rows = csv.reader(file, delimiter=separator), 0
+        try:
+            for line in reader:
+                if line and len(line) != len(names):
+                    at = reader.line_num + 1
+                    raise ValueError(f"{path}: line {at} has {len(line)} values, the header {len(names)}")
+                rows += bool(line)
+        except csv.Error as error:
+            raise ValueError(f"{path}: line {reader.line_num + 1}: {error}; is a quote never closed?") from None
+    if not rows:
+        raise ValueError(f"{path} has a header and no rows")
+    return separator
+
+
+def _open(path: Path) -> IO[str]:
+    opener = _OPENERS.get(path.suffix)
+    if opener is not None:
+        return opener(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    if repeated := [name for name, times in Counter(names).items() if times > 1]:
+        raise ValueError(f"{path}: two columns are called '{repeated[0]}'")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
