@@ -388,6 +388,9 @@ def test_partitions_that_cannot_be_used(columns, message):
 
 
 def test_what_is_no_partitioner_is_refused():
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+    with pytest.raises(ValueError, match="from_partitioner: the partitioner has no dataset yet; set its dataset"):
+        ct.Federation.from_partitioner(partitioners.IidPartitioner(3))
     with pytest.raises(ValueError, match=r"takes a Partitioner of flwr_datasets, .* got a list"):
         ct.Federation.from_partitioner([1, 2])
     with pytest.raises(ValueError, match="test must be a share from 0 to below 1, got 1"):

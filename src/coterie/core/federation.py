@@ -200,7 +200,7 @@ class Federation:
         axes. Clients of a partitioner by natural ids have these as names.
 
         Args:
-            partitioner: Its `dataset` is set, or it is one that `FederatedDataset` has loaded.
+            partitioner: Its `dataset` is set; or one of `FederatedDataset.partitioners`.
             x: The column of the features.
             y: The column of the labels.
             test: The share of each client's rows that are test rows, at least one of several; 0 for none.

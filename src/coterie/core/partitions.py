@@ -39,6 +39,11 @@ def read_partitions(partitioner: Any, x: str, y: str) -> Partitions:
             "Federation.from_partitioner: takes a Partitioner of flwr_datasets, with num_partitions and "
             f"load_partition, got a {type(partitioner).__name__}"
         )
+    if hasattr(partitioner, "is_dataset_assigned") and not partitioner.is_dataset_assigned():
+        raise ValueError(
+            "Federation.from_partitioner: the partitioner has no dataset yet; set its dataset, or take it from "
+            "FederatedDataset.partitioners"
+        )
     rows = []
     for i in range(partitioner.num_partitions):
         partition = partitioner.load_partition(i)
