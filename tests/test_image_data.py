@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import coterie as ct
+from coterie.data.rotated import rotated_by_group
 from coterie.data.source import folder
 from coterie.runs.config import build_federation
 
@@ -271,6 +272,20 @@ def test_writers_of_mnist_are_none_of_the_official_test_set():
 
 
 # --- CIFAR-10 by rotation -----------------------------------------------------------------------------------------
+
+
+def test_groups_see_all_images_each_rotated_by_its_own_angle():
+    x, y = torch.arange(12.0 * 4).reshape(12, 1, 2, 2), torch.arange(12)
+    given = (x, y, x[:4] + 100, y[:4])
+    federation = rotated_by_group(given, "images", clients=8, rows=2, seed=3, turns=(0, 2))
+    assert federation.groups.tolist() == [0] * 4 + [1] * 4 and federation.train.sizes.tolist() == [2] * 8
+    for group, turn in enumerate((0, 2)):
+        own = federation.select(range(4 * group, 4 * group + 4))
+        assert len(own.train.y.unique()) == 8  # no image twice
+        assert torch.equal(own.train.x, torch.rot90(x[own.train.y], turn, (-2, -1)))
+        assert own.test.y.tolist() == [0, 1, 2, 3] * 2  # two machines, each for two clients
+        assert torch.equal(own.test.x, torch.rot90(x[own.test.y] + 100, turn, (-2, -1)))
+    assert not torch.equal(federation.train.y[:8], federation.train.y[8:])  # each group has an order of its own
 
 
 @needs_cifar10
