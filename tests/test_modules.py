@@ -118,6 +118,7 @@ def parametrised(change):
     return nn.Sequential(change(nn.Linear(6, 6)), nn.ReLU(), nn.Linear(6, 3))
 
 
+PICTURES, LETTERS = ((3, 8, 8), {}), ((1, 28, 28), {})
 ROWS, SERIES, IMAGES, WORDS = ((6,), {}), ((5, 4), {}), ((2, 6, 6), {}), ((5,), {"words": 7, "classes": 7})
 MODULES = {
     "LSTM": (lambda: Recurrent(nn.LSTM), SERIES),
@@ -141,6 +142,9 @@ MODULES = {
     "spectral_norm": (lambda: parametrised(parametrizations.spectral_norm), ROWS),
     "orthogonal": (lambda: parametrised(parametrizations.orthogonal), ROWS),
     "frozen parameters": (frozen, ROWS),
+    "CifarCNN": (lambda: ct.models.CifarCNN((3, 8, 8), 3, channels=8, hidden=(8, 6)), PICTURES),
+    "FemnistCNN": (lambda: ct.models.FemnistCNN(3, hidden=8), LETTERS),
+    "ResNet": (lambda: ct.models.ResNet(3, 3, width=8), PICTURES),
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names are found as `__getattr__` says
     from coterie import callbacks, data, models, testing
     from coterie.analysis.table_fit import TableFit, fit_table
+    from coterie.core.augment import CropFlip
     from coterie.core.federation import Federation
     from coterie.core.optimisers import SGD, Adam, AdamW, Yogi
     from coterie.core.registry import register
@@ -49,6 +50,7 @@ moved.install()
 
 _HOMES = {
     "analysis.table_fit": ("TableFit", "fit_table"),
+    "core.augment": ("CropFlip",),
     "core.federation": ("Federation",),
     "core.registry": ("register",),
     "core.task": ("Task",),

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from coterie.core import federation_display
+from coterie.core.partitions import held_out as held_out_rows
+from coterie.core.partitions import read_partitions
 from coterie.core.task import Data, Task
 from coterie.storage import mapped
 from coterie.storage.clients import Given, Reader, one_per_client
@@ -187,6 +189,34 @@ class Federation:
         train, tests = (_by_client(x, y, code, part, len(names)) for part in (~held, held))
         described = replace(own, layout=replace(own.layout, notes=(*rows.notes, *own.notes)))
         return cls(train, tests if held.any() else None, ids=names, columns=own.names, preparation=described)
+
+    @classmethod
+    def from_partitioner(
+        cls, partitioner: Any, x: str = "image", y: str = "label", *, test: float = 0.25, seed: int = 0
+    ) -> Federation:
+        """A federation from a Partitioner of Flower Datasets (`flwr_datasets.partitioner`): one client per partition.
+
+        Images become (channels, height, width) with numbers from 0 to 1, as other bytes do; other arrays keep their
+        axes. Clients of a partitioner by natural ids have these as names.
+
+        Args:
+            partitioner: Its `dataset` is set; or one of `FederatedDataset.partitioners`.
+            x: The column of the features.
+            y: The column of the labels.
+            test: The share of each client's rows that are test rows, at least one of several; 0 for none.
+            seed: Of their draw.
+
+        Raises:
+            ValueError: A column is not there, or its values differ in shape; names the client.
+        """
+        if not 0 <= test < 1:
+            raise ValueError(f"test must be a share from 0 to below 1, got {test!r}")
+        rows, ids = read_partitions(partitioner, x, y)
+        whole = cls.from_clients(rows, ids=ids)
+        if not test:
+            return whole
+        train, tests = held_out_rows(whole.train, test, whole.numbers, seed)
+        return replace(whole, train=train, test=tests)
 
     @classmethod
     def create(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from coterie.core.augment import CropFlip
 from coterie.core.first_layer import FirstLinear, split_first_linear
 from coterie.core.key import Key
 from coterie.core.making import Maker
@@ -33,6 +34,7 @@ class ModuleFunctions:
         verify: Looks at an output and the targets; returns what is wrong with them, or None.
         mix: The outputs (j, n, …) of j models, and their shares (j,), as one output (n, …).
         inputs: How a row is taken apart into several inputs; None where it is one.
+        augment: What is done to images before the module is given them; None for nothing.
     """
 
     make: Maker
@@ -42,6 +44,12 @@ class ModuleFunctions:
     verify: Callable[[Tensor, Tensor], str | None]
     mix: Callable[[Tensor, Tensor], Tensor]
     inputs: Inputs | None = None
+    augment: CropFlip | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether training may need random numbers, for dropout or for crops of images."""
+        return self.augment is not None or self.pure.moves is not False
 
     def init(self, key: Key) -> Params:
         """A model to begin with."""
@@ -64,9 +72,10 @@ class ModuleFunctions:
 
     def training(self, params: Params, data: Any, seed: Tensor) -> tuple[Tensor, Params]:
         """The loss of every row in training, and the buffers that the pass has moved."""
+        args, kwargs = self._arguments(data.x, seed)
         if self.pure.moves is False:
-            return self.losses(params, data), {}
-        out, moved = self.pure.train(params, *self._arguments(data.x), data.mask, seed)
+            return self.loss(self.pure(params, args, kwargs, data.mask), data.y), {}
+        out, moved = self.pure.train(params, args, kwargs, data.mask, seed)
         return self.loss(out, data.y), moved
 
     def mixed(self, params: Params, x: Tensor, mask: Tensor, shares: Tensor) -> Tensor:
@@ -100,11 +109,22 @@ class ModuleFunctions:
 
     def first_layer(self, x: Tensor) -> FirstLinear | None:
         """The module taken apart after its first layer, where training is the same as scoring."""
-        if self.inputs is not None or self.takes(x) or self.pure.fault((x,), {}) or self.pure.moves:
+        if (
+            self.inputs is not None
+            or self.augment is not None
+            or self.takes(x)
+            or self.pure.fault((x,), {})
+            or self.pure.moves
+        ):
             return None
         return split_first_linear(self.make(0), self.loss, x)
 
-    def _arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, x: Tensor, seed: Tensor | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is given: with a seed as in training, without as it is scored."""
+        if self.inputs is not None and self.augment is not None:
+            raise ValueError("augment takes rows that are one image, but these are several inputs")
+        if self.augment is not None:
+            x = self.augment.centre(x) if seed is None else self.augment.random(x, seed)
         return ((x,), {}) if self.inputs is None else self.inputs.unpack(x)
 
     def _given(self, x: Tensor) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from coterie.core.augment import CropFlip
 from coterie.core.checks import check_counts, check_density, check_labels, check_targets, check_words
 from coterie.core.features import features_of, jacobian_of
 from coterie.core.first_layer import FirstLinear
@@ -29,6 +30,7 @@ from coterie.core.module import BatchNorm, PureModule, name_of
 from coterie.core.module_task import ModuleFunctions, PerRow
 from coterie.core.networks import Networks, part
 from coterie.core.pytree import Params, leaves
+from coterie.core.settings import validate
 
 if TYPE_CHECKING:
     from coterie.storage.inputs import Inputs
@@ -71,8 +73,9 @@ class Task:
             None for others.
         location: Names of a density's parameters that say where its rows lie rather than how they are spread.
         networks: Those of an adversarial task; None for others.
-        train: `train(params, data, seed) -> (n,), moved`: the loss of each row in training, with dropout masks that
-            follow from a seed, and the buffers that training has moved. None where training is the same as scoring.
+        train: `train(params, data, seed) -> (n,), moved`: the loss of each row in training, with dropout masks and
+            crops that follow from a seed, and the buffers that training has moved. None where training is the same as
+            scoring.
         functions: What a task that is made from a module does with it; None for others.
         predict: `predict(output)` is what a user would read off an output: of a classifier the class, of counts the
             expected one.
@@ -124,17 +127,25 @@ class Task:
 
     @property
     def draws(self) -> bool:
-        """Whether training may need random numbers, for dropout."""
-        return self.functions is not None and self.functions.pure.moves is not False
+        """Whether training may need random numbers, for dropout or for crops of images."""
+        return self.functions is not None and self.functions.draws
 
     @classmethod
-    def classifier(cls, module: Source, *, init: Init = "random", batch_norm: BatchNorm = "average") -> Task:
+    def classifier(
+        cls,
+        module: Source,
+        *,
+        init: Init = "random",
+        batch_norm: BatchNorm = "average",
+        augment: CropFlip | None = None,
+    ) -> Task:
         """Cross-entropy and accuracy for a module that returns one logit per class.
 
         Args:
             module: As for `from_module`.
             init: As for `from_module`.
             batch_norm: As for `from_module`.
+            augment: As for `from_module`.
         """
         return cls.from_module(
             module,
@@ -143,10 +154,11 @@ class Task:
             metric="accuracy",
             init=init,
             batch_norm=batch_norm,
+            augment=augment,
             check=check_labels,
             mix=mean_probability,
             predict=lambda out: out.argmax(-1),
-            spec={"kind": "classifier", **_spec(module, batch_norm)},
+            spec={"kind": "classifier", **_spec(module, batch_norm), **({"augment": augment.spec} if augment else {})},
         )
 
     @classmethod
@@ -288,6 +300,7 @@ class Task:
         init: Init = "random",
         batch_norm: BatchNorm = "average",
         carry: Sequence[str] = (),
+        augment: CropFlip | None = None,
         check: Callable[[Tensor, Tensor], str | None] = lambda out, y: None,
         mix: Callable[[Tensor, Tensor], Tensor] | None = None,
         predict: Callable[[Tensor], Tensor] = lambda out: out,
@@ -310,6 +323,8 @@ class Task:
                 client keeps its own, and sends neither (FedBN).
             carry: Names of buffers that training moves, which are then sent and averaged. Those of torch's own layers
                 need not be named. All other buffers are constants.
+            augment: What is done to images: `CropFlip(size)` gives the module random crops in training, and the centre
+                wherever it is scored; None gives it rows as they are.
             check: Looks at an output and the targets; returns what is wrong with them, or None.
             mix: `mix(outs, shares)`: the outputs (j, n, …) of j models as one (n, …), by their shares (j,); None takes
                 the weighted mean.
@@ -325,7 +340,9 @@ class Task:
         pure = PureModule(make(0), batch_norm, carry)
         if not pure.kinds.trained:
             raise ValueError(f"Task: {pure.name} has no parameter that could be trained and sent")
-        functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or mean_output)
+        if augment is not None:
+            validate(augment)
+        functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or mean_output, augment=augment)
         return cls._of(functions, metric or ("loss" if score is None else "score"), predict, spec or {})
 
     @classmethod
@@ -346,6 +363,8 @@ class Task:
         def output(params: Params, x: Tensor) -> Tensor:
             return own.output(params, x, x.new_ones(len(x)))
 
+        plain = own.augment is None  # closed forms would see the centre of every image only
+        squared, other = own.loss is squared_error and plain, own.loss in (cross_entropy, poisson) and plain
         return cls(
             init=own.init,
             loss=own.losses,
@@ -353,8 +372,8 @@ class Task:
             metric=metric,
             check=own.check,
             first_layer=own.first_layer,
-            features=features_of(output, own.pure.shapes, own.first_layer) if own.loss is squared_error else None,
-            jacobian=jacobian_of(output, own.pure.shapes) if own.loss in (cross_entropy, poisson) else None,
+            features=features_of(output, own.pure.shapes, own.first_layer) if squared else None,
+            jacobian=jacobian_of(output, own.pure.shapes) if other else None,
             train=own.training,
             functions=own,
             predict=predict,

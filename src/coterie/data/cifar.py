@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.federation import Federation, Packed
+from coterie.data.rotated import rotated_by_group
 from coterie.data.source import dataset, deal, download, folder, keep
 
 _URL, _MD5 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"
@@ -28,8 +29,34 @@ def cifar10(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
         seed: Seed of the shuffling.
         rows: Number of training images per client; None distributes all 50,000.
     """
-    dealt = deal(*_images(), clients=clients, seed=seed, rows=rows)
-    return replace(dealt, train=_standardised(dealt.train), test=dealt.test and _standardised(dealt.test))
+    return _as_floats(deal(*_images(), clients=clients, seed=seed, rows=rows))
+
+
+@dataset
+def rotated_cifar10(clients: int = 200, rows: int = 500, seed: int = 0, turns: tuple[int, ...] = (0, 2)) -> Federation:
+    """The IFCA paper's rotated CIFAR-10 (Section 6.2), in which each group rotates all of CIFAR-10 by its own angle.
+
+    In every group all 50,000 training images are shuffled and split into clients of `rows` images. The group's test
+    images are split, unshuffled, into machines of `rows`; each is the test data of equally many clients, so that the
+    mean over clients is the paper's mean over its 40 test machines. Each colour has mean 0 and standard deviation 1.
+
+    Args:
+        clients: Number of clients m, at most (number of groups) · 50,000 / rows.
+        rows: Number of images per client n.
+        seed: Seed of the shuffling.
+        turns: By how many quarter turns each group is rotated: 0 and 180 degrees.
+    """
+    if not turns or len(set(turns)) < len(turns) or not set(turns) <= set(range(4)):
+        given = ", ".join(map(str, turns))
+        raise ValueError(f"rotated_cifar10: turns must be different ones of 0 to 3, quarter turns, got {given}")
+    return _as_floats(
+        rotated_by_group(_images(), "rotated_cifar10", clients=clients, rows=rows, seed=seed, turns=turns)
+    )
+
+
+def _as_floats(federation: Federation) -> Federation:
+    test = federation.test and _standardised(federation.test)
+    return replace(federation, train=_standardised(federation.train), test=test)
 
 
 def _standardised(part: Packed) -> Packed:
@@ -38,7 +65,7 @@ def _standardised(part: Packed) -> Packed:
 
 
 def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the images as bytes, because `deal` copies them and floats would take four times the memory."""
+    """Return the images as bytes, because distributing copies them and floats would take four times the memory."""
     _complete()
     *train, test = (_records(name) for name in _FILES)
     return torch.cat([x for x, _ in train]), torch.cat([y for _, y in train]), *test

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
-from coterie.data.source import dataset, folder
+from coterie.data.source import NO_DATA, dataset, folder
 
 Document = list[str]  # its words
 Topics = list[list[Document]]  # the documents of every topic
@@ -152,6 +152,6 @@ def _found(name: str, what: str, home: str, under: str) -> Path:
     if not (path := folder() / name).exists():
         raise ValueError(
             f"{name} is not in {folder()}, and {what} is not downloaded by itself: unpack {home} in {folder()}{under}, "
-            "or set COTERIE_DATA to a folder that has it"
+            f"{NO_DATA}"
         )
     return path

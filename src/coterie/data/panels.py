@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.data.source import dataset, folder
+from coterie.data.source import NO_DATA, dataset, folder
 from coterie.storage.names import nearest_name
 
 Columns = dict[str, np.ndarray]
@@ -109,7 +109,7 @@ def _found(table: str, spec: Panel) -> Path:
     copy = f", or download {spec.download} as that file" if spec.download else ""
     raise ValueError(
         f"tables/{table}.csv (or .csv.xz, .csv.gz) is not in {folder()}, and is not downloaded by itself: write it in "
-        f"R by {spec.export}{copy}; or set COTERIE_DATA to a folder that has it"
+        f"R by {spec.export}{copy}; {NO_DATA}"
     )
 
 

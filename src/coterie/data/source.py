@@ -21,6 +21,8 @@ from coterie.core.key import Key
 DATASETS: dict[str, Callable[..., Federation]] = {}
 CHANGES: dict[str, Callable[..., Federation]] = {}
 
+NO_DATA = "or set COTERIE_DATA to a folder that has it; coterie demo needs no data set"  # ends messages
+
 Maker = TypeVar("Maker", bound=Callable[..., Federation])
 
 
@@ -93,8 +95,7 @@ def download(name: str, url: str, digest: str, kind: str = "sha256") -> bytes:
             content = answer.read()
     except OSError as error:
         raise ValueError(
-            f"{name} is not in {folder()} and could not be downloaded from {url} ({error}); "
-            "set COTERIE_DATA to a folder that has it"
+            f"{name} is not in {folder()} and could not be downloaded from {url} ({error}): download it, {NO_DATA}"
         ) from error
     _verify(content, digest, url, kind)
     return content

@@ -43,7 +43,7 @@ CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should st
 NARROW = 8  # outputs of all models together up to which all rows are multiplied, with 0 for models they did not take
 FEW = 64  # up to so many models, clients with the same one share a product
 LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
-NOT_LINEAR = "the model's first layer is not a linear map of the rows, or the model has dropout or BatchNorm"
+NOT_LINEAR = "the model's first layer is not a linear map of the rows, or the model has dropout, BatchNorm or crops"
 RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
 
 

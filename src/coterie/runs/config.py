@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+from coterie.core.augment import AUGMENTATIONS
 from coterie.core.federation import Federation
 from coterie.core.method import Method
 from coterie.core.registry import Kind, find, named
@@ -125,7 +126,7 @@ def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
 
 def build_task(table: dict[str, Any]) -> Task:
     """The task that a table describes: `kind` and a `model` table of `name` and `sizes`."""
-    _known(table, ["kind", "model", "batch_norm"], "task")
+    _known(table, ["kind", "model", "batch_norm", "augment"], "task")
     kind = table.get("kind", "classifier")
     if kind == "distance":  # of points to centres, which have no model
         return Task.distance()
@@ -136,9 +137,14 @@ def build_task(table: dict[str, Any]) -> Task:
     if not isinstance(table.get("model"), dict):
         raise ValueError('[task] needs a model, such as model = { name = "mlp", sizes = [64, 32, 10] }')
     model, values = _named(table["model"], MODELS, "task.model")
-    options = {n: v for n, v in table.items() if n == "batch_norm"}
+    options: dict[str, Any] = {n: v for n, v in table.items() if n == "batch_norm"}
     if options and kind not in NORMED:
         raise ValueError(f"[task] batch_norm goes with {', '.join(NORMED)}, not with {kind}")
+    if "augment" in table:
+        if kind != "classifier":
+            raise ValueError(f"[task] augment goes with classifier, not with {kind}")
+        augmentation, settings = _named(table["augment"], AUGMENTATIONS, "task.augment")
+        options["augment"] = _settings(augmentation, settings, "task.augment")
     return TASKS[kind](_call(model, values, "task.model"), **options)
 
 
