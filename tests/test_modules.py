@@ -1,6 +1,7 @@
 """Ordinary modules, one by one, on every executor: the table in docs/how-to/training.md."""
 
 import copy
+import itertools
 import math
 import random
 import re
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import coterie as ct
+from coterie.core.forward import Pass
 from coterie.core.key import Key
 from coterie.core.task import Data
 
@@ -243,6 +245,14 @@ def test_dropout_is_off_when_scoring_and_other_seeds_draw_other_masks():
     assert not torch.equal(runs[0].models[0]["0.weight"], runs[1].models[0]["0.weight"])
     x, _ = federation.train.client(0)
     assert torch.equal(runs[0].module(0)(x), runs[0].module(0)(x))
+
+
+def test_masks_of_layers_and_of_steps_differ():
+    masks = []
+    for step in range(3):
+        drawn = Pass(torch.ones(4), torch.tensor(step))
+        masks += [drawn.keep((4, 50), 0.5, "dropout") for _ in range(3)]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

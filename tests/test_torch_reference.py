@@ -193,7 +193,7 @@ def test_moments_are_kept_from_round_to_round(clients, executor):
 def test_dropout_is_torchs_with_the_masks_that_follow_from_the_seed(clients, executor):
     def masks(i, t, q, n):
         seed = Key.of(0).fold(CLIENTS).fold(1, i).fold(4, t).seed() % 2**31
-        return (uniform(mixed(torch.tensor(seed + q).to(torch.int32) + 1), (n, 8)) >= P).float()
+        return (uniform(mixed(mixed(torch.tensor(seed + q).to(torch.int32)) + 1), (n, 8)) >= P).float()
 
     shares = torch.cat([masks(i, t, 0, 9).flatten() for i in range(6) for t in range(ROUNDS)])
     assert abs(float(shares.mean()) - (1 - P)) < 0.02

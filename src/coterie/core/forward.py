@@ -57,7 +57,9 @@ class Pass(TorchFunctionMode):
             return None
         self.used.append(name)
         self._sites += 1
-        return (uniform(mixed(self.seed.to(torch.int32) + self._sites), shape) >= p).to(torch.float32)
+        # Seeds of successive steps are successive numbers: without the inner hash, the second dropout of a step would
+        # have the mask of the first one of the next step.
+        return (uniform(mixed(mixed(self.seed.to(torch.int32)) + self._sites), shape) >= p).to(torch.float32)
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------
