@@ -40,6 +40,7 @@ from coterie.parts.server_step import ServerStep
 from coterie.parts.tournament import averages, squared_distances
 
 SEEDS, LLOYD = 20, 100  # random starts of k-means beside a farthest-first one, and the steps of each
+FAR = 1e3  # times the usual way from the start: whose solution is farther has diverged
 NO_RANK = 1e-6  # of the largest singular value: a direction with less is one that no row has
 _ORDER, _SEEDS, _REFERENCES = 1, 2, 3  # streams under the key of the start
 
@@ -59,10 +60,9 @@ class OneShot(LocalTraining, ServerStep, Doubting):
     """Compare clients once, by what they learn alone or by their data; then train one model for each group by FedAvg.
 
     Args:
-        k: Number of clusters. None lets the distances decide, for all but "kmeans": `threshold` if that is given, else
-            the cut with the largest silhouette, and one cluster where points of a single normal distribution with the
-            same covariance have a silhouette as large in one of 39 draws (`parts/hierarchy.py`). More than 20 clusters,
-            or than half of the clients, are not tried.
+        k: Number of clusters. Without it "hierarchical" takes the cut with the largest silhouette, out of 2 to 20
+            clusters of two clients each in the mean; and one cluster if points of a single normal distribution with the
+            same covariance have a silhouette as large in one of 39 draws (`parts/hierarchy.py`).
         by: "kmeans": k-means of the clients' solutions, the best of 20 starts by k-means++ and a farthest-first one.
             "hierarchical": the solutions' Euclidean distances and a linkage. "angles": the sum of the principal angles
             between the clients' data subspaces, in degrees, and a linkage; the server gets singular vectors of every
@@ -71,7 +71,8 @@ class OneShot(LocalTraining, ServerStep, Doubting):
             the rounds. Not for "angles".
         linkage: How the distance of two clusters follows from those of their clients; None takes "ward", and "average"
             for angles.
-        threshold: Clusters at a larger distance than this are not merged; in place of `k`.
+        threshold: In place of `k`: clusters at a larger distance than this are not merged. Not for "kmeans"; "angles"
+            needs this or `k`.
         directions: p, the leading singular vectors that each client sends, for "angles". Every client needs more rows.
 
     Example:
@@ -166,7 +167,7 @@ class OneShot(LocalTraining, ServerStep, Doubting):
 
     def join(self, state: State, newcomers: Cohort) -> State:
         """Newcomers are placed by the lowest loss; before the first round they wait, for models may be all the same."""
-        own = self.place_new(state, newcomers) if state.round else torch.full((len(newcomers),), -1)
+        own = super().place(state, newcomers) if state.round else torch.full((len(newcomers),), -1)
         return state._replace(labels=torch.cat([state.labels, own]))
 
     def adopt(self, state: State, groups: Groups, task: Task) -> tuple[OneShot, State]:
@@ -182,16 +183,19 @@ class OneShot(LocalTraining, ServerStep, Doubting):
     # --- lines 2 to 4: how clients are compared -------------------------------------------------------------------
 
     def _solved(self, begin: Params, cohort: Cohort) -> tuple[Cohort, Params, Tensor]:
-        """The clients whose solutions are finite, these (c, …), and how heavily each counts; others come later."""
+        """The clients that did not diverge, their solutions (c, …), and how heavily each counts; others come later."""
         reply = cohort.gather(self.solve, Models(begin, self.step_size(0)))
-        fine = torch.stack([x.reshape(len(x), -1).isfinite().all(1) for x in leaves(reply.update)]).all(0)
+        moved = [(x - begin[n].to(x)).reshape(len(x), -1).square().sum(1) for n, x in reply.update.items()]
+        length = torch.stack(moved).sum(0).sqrt()
+        usual = length[length.isfinite()].median() if bool(length.isfinite().any()) else 0.0
+        fine = length.isfinite() & (length <= FAR * usual)
         for i in (~fine).nonzero().flatten().tolist():
             name = cohort.federation.name(int(cohort.clients[i]))
-            cohort.log(f"OneShot: {name} is not compared, for its solution is not finite; a smaller lr may help")
+            cohort.log(f"OneShot: {name} is not compared: its own solution diverges; a smaller lr may help")
         at = fine.nonzero().flatten()
         if len(at) < (self.k or 1):
-            wanted = f"{self.k or 1} of {len(cohort)} clients must find one that is finite, but {len(at)} did"
-            raise ValueError(f"OneShot: the clients' own solutions diverge: {wanted}; lower lr, {self.lr:g}")
+            told = f"{len(at)} of {len(cohort)} clients find one, {self.k or 1} must"
+            raise ValueError(f"OneShot: the clients' own solutions diverge: {told}; lr={self.lr:g} is too large")
         return cohort.only(at.cpu()), take(reply.update, at), reply.weight[at.to(reply.weight.device)]
 
     def _angles(self, cohort: Cohort) -> Tensor:
@@ -240,7 +244,7 @@ class OneShot(LocalTraining, ServerStep, Doubting):
     def _check(self, cohort: Cohort) -> None:
         m, least = len(cohort), int(cohort.sizes.argmin())
         if self.k is None and self.by == "kmeans":
-            raise ValueError("OneShot: by='kmeans' needs k, got None; 'hierarchical' and 'angles' can do without")
+            raise ValueError("OneShot: by='kmeans' needs k, got None; by='hierarchical' can do without")
         if self.k is not None and self.k > m:
             raise ValueError(f"OneShot: k must be at most the number of clients, {m}, got {self.k}")
         if self.threshold is not None and (self.k is not None or self.by == "kmeans"):
@@ -248,6 +252,8 @@ class OneShot(LocalTraining, ServerStep, Doubting):
             raise ValueError(f"OneShot: threshold is for by='hierarchical' or 'angles' without k, got {given}")
         if self.by != "angles":
             return
+        if self.k is None and self.threshold is None:
+            raise ValueError("OneShot: by='angles' needs k or a threshold in degrees, got neither")
         if self.linkage == "ward":
             raise ValueError("OneShot: linkage='ward' is for Euclidean distances, and angles are none: 'average'")
         row = cohort.federation.train.x[0]
