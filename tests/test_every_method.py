@@ -68,12 +68,14 @@ VARIANTS = {
     "solved": {"refine": "least_squares", "batch": None},
     "narrow": {"covariance": "diagonal"},
     "untied": {"tied": False},
+    "by_linkage": {"by": "hierarchical", "k": None, "steps": 10},
+    "by_angles": {"by": "angles", "fraction": 0.5},
 }  # fmt: skip
 
 # What differs in what is sent, besides the methods as they are; every case would take minutes.
 FLOWN = (
     "shared", "patient", "revived", "split_half", "tested_rotated", "soft", "conjugate", "renewed", "disturbed",
-    "kept_adam", "server_yogi", "by_bic", "narrow", "on_ifca",
+    "kept_adam", "server_yogi", "by_bic", "narrow", "on_ifca", "by_angles",
 )  # fmt: skip
 # Checks that say more where clients are sampled and train on minibatches.
 SAMPLED = {"stop_and_resume", "renumbering_clients_renumbers_labels"}
@@ -172,6 +174,7 @@ def test_every_step_is_run_under_vmap_by_some_variant(name, monkeypatch):
             cohort = simulated(federation, task, Key.of(0).fold(1), executor="vmap")
             state, _ = run_rounds(method, cohort, 4)
             method.place(state, cohort)
+            method.place(state, cohort.on("test"))  # where the server knows who is where, clients choose there alone
             evaluate(method, state, cohort)
             list(method.doubts(state, cohort))
             if "commonest" in ran:  # it runs the points' own step

@@ -279,6 +279,7 @@ def test_every_algorithm_lets_clients_join_or_says_that_it_does_not(name, task, 
         "personal": (ct.Personal(ct.IFCA(k=3, tau=1)), task, ragged),
         "ditto": (ct.Ditto(ct.FedAvg(tau=1)), task, ragged),
         "fedem": (ct.FedEM(k=3, tau=1), task, ragged),
+        "one_shot": (ct.OneShot(k=3, tau=1), task, ragged),
         "mixed_effects": (ct.MixedEffects(k=2, restarts=2), *regression),
     }
     algorithm, task, federation = own[name] if name in own else (METHODS[name](tau=1), task, ragged)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.methods.mixed_effects import MixedEffects
     from coterie.methods.mixed_regression import MixedRegression
     from coterie.methods.moment_descent import MomentDescent
+    from coterie.methods.one_shot import OneShot
     from coterie.methods.personal import Personal
     from coterie.methods.uifca import UIFCA, Disturbed
     from coterie.parts.schedules import Cosine, StepDecay, Warmup

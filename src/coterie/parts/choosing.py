@@ -23,7 +23,7 @@ class Choosing(Method):
         """Which of the models that are sent has the lowest loss on the client's rows."""
         return choose_nearest(task)
 
-    def own_choice(self) -> Step:
+    def own_choice(self) -> Step | None:
         """Clients choose by themselves."""
         return self.choose
 
