@@ -57,7 +57,7 @@ def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[
         return torch.zeros(slots, *x.shape[1:], dtype=x.dtype, device=x.device).index_add_(0, slot, each)
 
     sums = tree_map(total, rows, is_leaf=is_outer)
-    finite = [torch.isfinite(x).all() for x in leaves(sums)] if slots > 1 else []
+    finite = [] if slots == 1 or single else [torch.isfinite(x).all() for x in leaves(sums)]
     if finite and not bool(torch.stack(finite).all()):  # 0 · ∞ has carried one slot's infinity into the others
         sums = tree_map(apart, formed(rows))
     return sums, share.sum(0)
