@@ -43,10 +43,10 @@ def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[
     single = len(slot) == 1 and device.type == "cpu"  # of one row, a matrix product is five times slower there
 
     def total(x: Tensor | Outer) -> Tensor:
+        if single:
+            return apart(formed(x))
         if isinstance(x, Outer):
             return _product_sums(x, share)
-        if single:
-            return apart(x)
         # One matrix product: on a GPU index_add would add in an order that changes from run to run.
         return (share.T.to(x.dtype) @ x.reshape(len(slot), -1)).reshape(slots, *x.shape[1:])
 
