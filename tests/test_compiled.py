@@ -57,9 +57,9 @@ def at_once(monkeypatch):
 def images():
     g = torch.Generator().manual_seed(0)
     sizes = (5, 7, 6, 5, 9, 4)
-    return ct.Federation.from_clients([
-        (torch.randn(n, 2, 6, 6, generator=g), torch.randint(3, (n,), generator=g)) for n in sizes
-    ])
+    return ct.Federation.from_clients(
+        [(torch.randn(n, 2, 6, 6, generator=g), torch.randint(3, (n,), generator=g)) for n in sizes]
+    )
 
 
 def network(*middle):

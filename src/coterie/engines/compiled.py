@@ -109,8 +109,9 @@ class _Lifted(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Dims, call: _Call, *args: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        found = _Lifted.apply(replace(call, dims=(*call.dims, tuple(in_dims[1:]))), *args)
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        call, *tensors = args
+        found = _Lifted.apply(replace(call, dims=(*call.dims, tuple(in_dims[1:]))), *tensors)
         return found, (0,) * len(found)
 
 

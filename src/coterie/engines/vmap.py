@@ -62,7 +62,8 @@ class Vmap(LocalEngine):
         # More is computed for more models, so chunks are sized for each size of what a client is sent.
         steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
         name = f"{steps} (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
-        ways = Ways(name, self._explained(together, alone), alone, CACHED, compiled if self._compiles(exchange) else None)
+        graph = compiled if self._compiles(exchange) else None
+        ways = Ways(name, self._explained(together, alone), alone, CACHED, graph)
         for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
             self._remember(exchange, at, reply.memory)
