@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,14 @@ def training_gradient(
     task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
 ) -> tuple[Params, Tensor, Params]:
     """The gradient of the mean loss in training, the loss, and what has become of the buffers."""
+    way = _gradient.get() if peek_interpreter_stack() is not None else one_gradient  # clients are stacked inside vmap
+    return way(task, trained, buffers, rows, noise)
+
+
+def one_gradient(
+    task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
+) -> tuple[Params, Tensor, Params]:
+    """`training_gradient`, of one client."""
 
     def loss(params: Params) -> tuple[Tensor, Params]:
         whole = {**params, **buffers}
@@ -127,6 +136,20 @@ def training_gradient(
         return (each * rows.mask).sum() / rows.mask.sum().clamp(min=1), moved
 
     return gradient_and_more(loss, trained)
+
+
+GradientWay = Callable[[Task, Params, Params, Data, Tensor | None], tuple[Params, Tensor, Params]]
+_gradient: ContextVar[GradientWay] = ContextVar("gradient", default=one_gradient)
+
+
+@contextmanager
+def gradients_by(way: GradientWay) -> Iterator[None]:
+    """In here, an engine computes the gradients of stacked clients in a way of its own."""
+    token = _gradient.set(way)
+    try:
+        yield
+    finally:
+        _gradient.reset(token)
 
 
 def clipped(gradient: Params, length: float) -> Params:

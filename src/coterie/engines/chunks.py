@@ -22,6 +22,7 @@ LITTLE = 2**21  # multiplications that take no longer than it takes to tell torc
 SMALL = 2**19  # multiplications for which there is memory in any case, and that take less time than measuring them
 SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
+PATIENCE = 30.0  # seconds that work must have taken before a graph is compiled for it, which takes about as long
 
 Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
 
@@ -34,12 +35,14 @@ class Ways(NamedTuple):
         together: All at once.
         alone: One by one; None where that is never done.
         cached: Bytes of work per chunk on a CPU: larger chunks leave the cache and run slower.
+        compiled: All at once, by a graph that takes long to compile; None where that is never done.
     """
 
     name: str
     together: Work
     alone: Work | None
     cached: int
+    compiled: Work | None = None
 
 
 class Chunks:
@@ -54,6 +57,7 @@ class Chunks:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._cuts: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
+        self._spent: dict[str, tuple[float, float]] = {}  # on work that could be compiled: in all, and each time
 
     def of(self, exchange: Exchange, sizes: Tensor, ways: Ways) -> Iterator[tuple[Tensor, Work]]:
         """Positions of clients that go together, all buckets of them, and how they are to be done."""
@@ -62,8 +66,11 @@ class Chunks:
                 yield bucket, lambda at, name=name: _at_once(name, ways, exchange.ledger, at)
                 continue
             size = 0 if name else self._size(exchange, sizes, bucket, ways)
+            work = ways.alone if size == 0 and ways.alone is not None else ways.together
+            if ways.compiled is not None and size and self._compiles(exchange, sizes, bucket, ways, size):
+                work = ways.compiled
             for at in bucket.split(size or 1):
-                yield at, ways.alone if size == 0 and ways.alone is not None else ways.together
+                yield at, work
 
     def _buckets(self, exchange: Exchange, sizes: Tensor) -> list[Tensor]:
         """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
@@ -89,8 +96,7 @@ class Chunks:
         """Clients per chunk for this work and client size; 0 to do them one by one."""
         if ways.alone is not None and len(bucket) == 1:
             return 0
-        ledger = exchange.ledger
-        label = f"{ways.name} on up to {size_class(int(sizes[bucket].max()))} {exchange.part} rows"
+        ledger, label = exchange.ledger, _label(exchange, sizes, bucket, ways)
         if label not in ledger.chunks:
             size, why = self._measured(label, exchange, sizes, bucket, ways)
             ledger.chunks[label] = size
@@ -135,6 +141,33 @@ class Chunks:
                 return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(chunk)}"
         return size, why
 
+    def _compiles(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways, size: int) -> bool:
+        """Whether a compiled graph does this work; it is tried once that has taken as long as compiling would."""
+        ledger, label = exchange.ledger, _label(exchange, sizes, bucket, ways) + ", compiled"
+        if label in ledger.chunks:
+            return bool(ledger.chunks[label])
+        if label not in self._spent:
+            self._spent[label] = 0.0, len(bucket) * min(self._seconds(ways.together, bucket[:size]) for _ in range(2))
+        spent, each = self._spent[label]
+        self._spent[label] = spent + each, each
+        if spent < PATIENCE:
+            return False
+        ledger.chunks[label], why = self._faster_compiled(ways, bucket[:size])
+        ledger.messages.append(f"vectorised: {label}: {'yes' if ledger.chunks[label] else 'no'} ({why})")
+        return bool(ledger.chunks[label])
+
+    def _faster_compiled(self, ways: Ways, chunk: Tensor) -> tuple[int, str]:
+        """1 if the compiled graph is faster, else 0; and why."""
+        assert ways.compiled is not None  # else nobody asks
+        begin = time.perf_counter()
+        try:
+            ways.compiled(chunk)
+        except Exception as error:  # there is no compiler, or not enough memory, or it fails: nothing depends on it
+            return 0, f"it cannot be compiled: {str(error).splitlines()[0]}"
+        took = time.perf_counter() - begin
+        graph, plain = (min(self._seconds(way, chunk) for _ in range(2)) for way in (ways.compiled, ways.together))
+        return int(graph < plain), f"{1e3 * graph:.1f} ms a client, {1e3 * plain:.1f} by vmap, {took:.0f} s to compile"
+
     def _seconds(self, work: Work, at: Tensor) -> float:
         """Of one try, for each client."""
         return timeit.timeit(lambda: (work(at), self._wait()), number=1) / len(at)
@@ -142,6 +175,11 @@ class Chunks:
     def _wait(self) -> None:
         if self.store.device.type == "cuda":
             torch.cuda.synchronize(self.store.device)
+
+
+def _label(exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> str:
+    """A name for work on clients of about this size."""
+    return f"{ways.name} on up to {size_class(int(sizes[bucket].max()))} {exchange.part} rows"
 
 
 def _each(exchange: Exchange, x: Tensor) -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.func import vmap
 
 from coterie.core.engine import Exchange
+from coterie.core.key import Key
+from coterie.core.local import gradients_by
 from coterie.core.pytree import leaves, take, tree_map
 from coterie.core.step import Reply, step_name
-from coterie.core.train import Models, own_rows
+from coterie.core.train import Models, Train, own_rows
 from coterie.engines.chunks import Chunks, Ways
+from coterie.engines.compiled import Compiled
 from coterie.engines.errors import FAULTS, explained, is_own_fault
 from coterie.engines.graphs import Replayed
 from coterie.engines.local import Answer, LocalEngine
@@ -20,6 +24,7 @@ from coterie.engines.refusal import is_refusal
 
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
 RECORDING = ("cuda",)  # devices whose operations can be recorded
+COMPILING = ("cuda",)  # devices on which convolutions as products, compiled, may be faster than grouped ones
 
 
 class Vmap(LocalEngine):
@@ -30,17 +35,23 @@ class Vmap(LocalEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.chunks = Chunks(self.store)
-        self._recorded: dict[tuple[str, int], tuple[Any, Replayed, Replayed]] = {}
+        self._recorded: dict[tuple[str, int, str], tuple[Any, Replayed, Replayed]] = {}
+        self._compiled = Compiled()
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step, as a function of one client, on chunks of clients."""
         stages, rows, message = self.stages(exchange), exchange.rows, exchange.message
         several, one = self._functions(self.answer(stages), exchange)
+        fused, _ = self._functions(self.answer(stages), exchange, "compiled")
 
-        def together(at: Tensor) -> Reply:
+        def together(at: Tensor, several: Answer = several) -> Reply:
             sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at])
             with self.arithmetic():
                 return several(sent, self.local(stages, exchange, at))
+
+        def compiled(at: Tensor) -> Reply:
+            with gradients_by(self._compiled):
+                return together(at, fused)
 
         def alone(at: Tensor) -> Reply:
             sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at][0])
@@ -51,13 +62,22 @@ class Vmap(LocalEngine):
         # More is computed for more models, so chunks are sized for each size of what a client is sent.
         steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
         name = f"{steps} (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
-        ways = Ways(name, self._explained(together, alone), alone, CACHED)
+        graph = compiled if self._compiles(exchange) else None
+        ways = Ways(name, self._explained(together, alone), alone, CACHED, graph)
         for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
             self._remember(exchange, at, reply.memory)
             yield at, reply
 
-    def _functions(self, answer: Answer, exchange: Exchange) -> tuple[Answer, Answer]:
+    def _compiles(self, exchange: Exchange) -> bool:
+        """Whether clients train convolutions of images, on a device for which these are worth compiling."""
+        return self.device.type in COMPILING and isinstance(exchange.step(self.task), Train) and self._convolves
+
+    @cached_property
+    def _convolves(self) -> bool:
+        return any(p.dim() == 4 for p in self.task.init(Key.of(0)).values())
+
+    def _functions(self, answer: Answer, exchange: Exchange, way: str = "vmap") -> tuple[Answer, Answer]:
         """The step for a stacked chunk of clients, and for one; on a GPU recorded, if it is many small operations."""
         own = isinstance(exchange.rows, Tensor)
 
@@ -69,7 +89,7 @@ class Vmap(LocalEngine):
             return several, answer
         # A method may be changed between two exchanges: a recording is of one method's step, which it keeps alive.
         owner = getattr(exchange.step, "__self__", None)
-        key = step_name(exchange.step), id(owner)
+        key = step_name(exchange.step), id(owner), way
         _, many, single = self._recorded.setdefault(key, (owner, Replayed(several), Replayed(answer)))
         return many, single if len(exchange.clients) == 1 else answer  # not one for every large client
 

@@ -1,0 +1,119 @@
+"""Gradients of stacked clients by one graph with convolutions as products, as engines compute them on a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+import coterie as ct
+from coterie.engines import chunks, compiled, vmap
+from coterie.engines.compiled import Slices
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, 3),
+        ({"padding": 1, "bias": False}, 3),
+        ({"stride": 2, "padding": (2, 1)}, (5, 3)),
+        ({"dilation": (2, 1), "padding": "same"}, (3, 5)),
+        ({"dilation": 2, "padding": "same"}, 2),
+        ({"padding": "valid", "stride": (1, 2)}, 2),
+        ({"groups": 2}, 3),
+        ({"padding": 1, "padding_mode": "circular"}, 3),
+    ],
+)
+def test_a_convolution_by_slices_is_the_same(settings, size):
+    g = torch.Generator().manual_seed(0)
+    layer = nn.Conv2d(4, 6, size, **settings).double()
+    x = torch.randn(3, 4, 9, 8, generator=g, dtype=torch.double, requires_grad=True)
+    plain = layer(x)
+    with Slices():
+        sliced = layer(x)
+    assert sliced.shape == plain.shape and torch.allclose(sliced, plain)
+    weights = torch.randn(plain.shape, generator=g, dtype=torch.double)
+    for theirs, ours in zip(*(torch.autograd.grad((y * weights).sum(), x) for y in (plain, sliced)), strict=True):
+        assert torch.allclose(ours, theirs)
+
+
+def test_a_single_image_is_left_to_torch():
+    layer, x = nn.Conv2d(2, 3, 3), torch.ones(2, 5, 5)
+    plain = layer(x)
+    with Slices():
+        assert torch.equal(layer(x), plain)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Graphs on a CPU, from the first round on and not fused, which would take a minute; returns those made."""
+    graphs = []
+    monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
+    monkeypatch.setattr(chunks, "PATIENCE", -1.0)
+    monkeypatch.setattr(chunks, "SMALL", 0)
+    monkeypatch.setattr(chunks.Chunks, "_faster_compiled", lambda self, ways, chunk: (1, "told so"))
+    monkeypatch.setattr(compiled, "compiled", lambda graph: graphs.append(graph) or graph)
+    return graphs
+
+
+def images():
+    g = torch.Generator().manual_seed(0)
+    sizes = (5, 7, 6, 5, 9, 4)
+    return ct.Federation.from_clients(
+        [(torch.randn(n, 2, 6, 6, generator=g), torch.randint(3, (n,), generator=g)) for n in sizes]
+    )
+
+
+def network(*middle):
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, padding="same")
+    return nn.Sequential(first, *middle, nn.ReLU(), second, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 3))
+
+
+CASES = {
+    "plain": (network(), ct.FedAvg(tau=3, batch=2)),
+    "restarts, choosing": (network(), ct.IFCA(2, init="random", tau=2, restarts=2)),
+    "gradients": (network(), ct.IFCA(2, init="random", average="gradient")),
+    "dropout": (network(nn.Dropout(0.3)), ct.FedAvg(epochs=2, batch=4)),
+    "BatchNorm": (network(nn.BatchNorm2d(4)), ct.FedAvg(tau=2, batch=4)),
+    "Adam": (network(), ct.FedAvg(tau=3, batch=4, optimiser=ct.Adam())),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_give_what_the_loop_gives(case, at_once):
+    net, method = CASES[case]
+    task, federation = ct.Task.classifier(net), images()
+    loop = ct.fit(method, task, federation, rounds=3, seed=0, executor="sequential", device="cpu")
+    assert not at_once
+    graphs = ct.fit(method, task, federation, rounds=3, seed=0, device="cpu")
+    assert at_once and not any("convolution" in str(node.target) for g in at_once for node in g.graph.nodes)
+    assert graphs.labels.tolist() == loop.labels.tolist()
+    for ours, theirs in zip(graphs.models, loop.models, strict=True):
+        assert all(torch.allclose(ours[n], theirs[n], atol=1e-5) for n in theirs)
+
+
+def test_what_cannot_be_compiled_goes_on_without(monkeypatch, caplog):
+    def refuse(graph):
+        raise RuntimeError("no compiler\nmore")
+
+    monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
+    monkeypatch.setattr(chunks, "PATIENCE", -1.0)
+    monkeypatch.setattr(chunks, "SMALL", 0)
+    monkeypatch.setattr(compiled, "compiled", refuse)
+    with caplog.at_level("INFO", "coterie"):
+        ct.fit(ct.FedAvg(tau=2, batch=4), ct.Task.classifier(network()), images(), rounds=2, device="cpu")
+    told = [r.getMessage() for r in caplog.records if "compiled:" in r.getMessage()]
+    assert told and all("no (it cannot be compiled: no compiler)" in line for line in told)
+
+
+def test_a_graph_is_compiled_only_once_it_may_pay(monkeypatch):
+    tried = []
+    monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
+    monkeypatch.setattr(chunks, "SMALL", 0)
+    monkeypatch.setattr(chunks.Chunks, "_faster_compiled", lambda self, ways, chunk: (tried.append(1), (0, ""))[1])
+    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda self, work, at: 2.0)
+    task, method = ct.Task.classifier(network()), ct.FedAvg(tau=2, batch=4)
+    few = images().select([0, 3])  # of one size
+    ct.fit(method, task, few, rounds=7, device="cpu")
+    assert not tried  # 28 seconds
+    ct.fit(method, task, few, rounds=10, device="cpu")
+    assert len(tried) == 1
