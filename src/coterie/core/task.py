@@ -26,7 +26,7 @@ from coterie.core.losses import (
 from coterie.core.making import Init, Maker
 from coterie.core.mixing import mean_exponential, mean_output, mean_probability
 from coterie.core.module import BatchNorm, PureModule, name_of
-from coterie.core.module_task import ModuleFunctions, PerRow
+from coterie.core.module_task import Apart, ModuleFunctions, PerRow
 from coterie.core.networks import Networks, part
 from coterie.core.pytree import Params, leaves
 
@@ -47,6 +47,21 @@ class Data(NamedTuple):
     mask: Tensor  # 1 for a real row, 0 for padding
 
 
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """The frozen layers of a task's model, and the task of the layers after them.
+
+    Attributes:
+        see: From rows to features, which nothing in a run changes.
+        head: The task on features. Its parameters are those of the whole task.
+        row: The features of one row, as an example.
+    """
+
+    see: Callable[[Tensor], Tensor]
+    head: Task
+    row: Tensor
+
+
 def _no_ensemble() -> Task:
     raise ValueError("Task: only a task made from a module knows how to mix the outputs of models")
 
@@ -62,6 +77,8 @@ class Task:
         metric: What the mean of `score` is called: "accuracy", "mse", "deviance", "nats".
         check: `check(data)` says what is wrong with rows, None if they suit the model.
         first_layer: `first_layer(x)` takes the model apart after a linear first layer; None if it has none.
+        trunk: `trunk(x)` takes the model apart after layers that are frozen, tried on some rows; None if there are none
+            such, or why it is not possible.
         features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
             side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
             `coterie.core.features`. None for other tasks.
@@ -96,6 +113,7 @@ class Task:
     metric: str
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
     first_layer: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
+    trunk: Callable[[Tensor], Trunk | str | None] = field(default=lambda x: None, repr=False)
     features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     jacobian: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
@@ -234,7 +252,10 @@ class Task:
             spec={"kind": "density", **_spec(module)},
         )
         return replace(
-            task, from_moments=getattr(module, "from_moments", None), location=tuple(getattr(module, "location", ()))
+            task,
+            from_moments=getattr(module, "from_moments", None),
+            location=tuple(getattr(module, "location", ())),
+            trunk=lambda x: None,  # its moments are those of the rows
         )
 
     @classmethod
@@ -263,7 +284,8 @@ class Task:
             spec={"kind": "adversarial", **_spec(module)},
         )
         parts = (part(module, name) for name in ("generator", "critic", "encoder"))
-        return replace(task, networks=Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k)))
+        networks = Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k))
+        return replace(task, networks=networks, trunk=lambda x: None)  # they make rows, too
 
     @classmethod
     def distance(cls) -> Task:
@@ -346,6 +368,18 @@ class Task:
         def output(params: Params, x: Tensor) -> Tensor:
             return own.output(params, x, x.new_ones(len(x)))
 
+        trunks: dict[tuple[torch.Size, torch.dtype], Trunk | str | None] = {}  # by the kind of a row
+
+        def trunk(x: Tensor) -> Trunk | str | None:
+            kind = x.shape[1:], x.dtype
+            if kind not in trunks:
+                found = own.cut(x)
+                if isinstance(found, Apart):
+                    row = found.see(x[:1].cpu())[0].detach()
+                    found = Trunk(found.see, cls._of(found.head, metric, predict, spec), row)
+                trunks[kind] = found
+            return trunks[kind]
+
         return cls(
             init=own.init,
             loss=own.losses,
@@ -353,6 +387,7 @@ class Task:
             metric=metric,
             check=own.check,
             first_layer=own.first_layer,
+            trunk=trunk,
             features=features_of(output, own.pure.shapes, own.first_layer) if own.loss is squared_error else None,
             jacobian=jacobian_of(output, own.pure.shapes) if own.loss in (cross_entropy, poisson) else None,
             train=own.training,
