@@ -128,6 +128,11 @@ class PureModule:
         return {n: self._values.on(torch.device("cpu"))[n] for n in self.kinds.personal}
 
     @property
+    def fixed(self) -> Params:
+        """Frozen parameters and constants, by name."""
+        return {n: x for n, x in self.unsent.items() if n in self.kinds.fixed}
+
+    @property
     def unsent(self) -> Params:
         """What is never in a message, by name: frozen parameters, constants, and what clients begin with."""
         return {n: x for n, x in self._values.on(torch.device("cpu")).items() if n not in self._counters}

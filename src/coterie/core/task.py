@@ -415,7 +415,16 @@ class Task:
         """
         if inputs is None or self.functions is None or self.functions.inputs == inputs:
             return self
-        return self._of(replace(self.functions, inputs=inputs), self.metric, self.predict, self.spec)
+        return self.of_functions(replace(self.functions, inputs=inputs), self.spec)
+
+    def of_functions(self, functions: ModuleFunctions, spec: dict[str, Any] | None = None) -> Task:
+        """The same kind of task from another module, or one that is used otherwise.
+
+        Args:
+            functions: What is done with it.
+            spec: A plain description; None for none.
+        """
+        return self._of(functions, self.metric, self.predict, spec or {})
 
 
 def _spec(module: Source, batch_norm: BatchNorm = "average") -> dict[str, Any]:

@@ -132,12 +132,16 @@ def _sides(graph: fx.Graph, module: nn.Module, pure: PureModule) -> tuple[set[fx
         touched = any(id(x) in moving for x in _tensors(node, module)) or _draws(node, module)
         if node.op == "output" or touched or any(n in late for n in node.all_input_nodes):
             late.add(node)
-    needed = {n for node in late for n in node.all_input_nodes if n not in late}
-    crossing = [n for n in graph.nodes if n in needed and n in of_rows]
-    if len(crossing) != 1:
-        names = ", ".join(n.name for n in crossing)
-        raise _Whole(f"what is trained needs more than one value of what is frozen: {names or 'none of a row'}")
-    return late | (_behind(needed - of_rows)), crossing[0]  # constants belong to whoever needs them
+    while True:
+        needed = {n for node in late for n in node.all_input_nodes if n not in late}
+        crossing = [n for n in graph.nodes if n in needed and n in of_rows]
+        if len(crossing) == 1:
+            return late | _behind(needed - of_rows), crossing[0]  # constants belong to whoever needs them
+        plain = [n for n in crossing if n.op != "placeholder" and not _tensors(n, module)]
+        if not plain:
+            names = ", ".join(n.name for n in crossing)
+            raise _Whole(f"what is trained needs more than one value of what is frozen: {names or 'none of a row'}")
+        late.add(plain[-1])  # it may be made of the others
 
 
 def _tensors(node: fx.Node, module: nn.Module, kind: type = Tensor) -> list[Any]:
@@ -209,13 +213,13 @@ def _check(cut: Cut, pure: PureModule, params: Params, given: Arguments) -> None
         raise _Whole("its frozen layers do not return one row of float32 for each row")
     if not (torch.allclose(many[1:], seen, rtol=1e-4, atol=1e-5) and torch.allclose(many[0], many[2])):
         raise _Whole("its frozen layers mix the rows of a batch")
-    before = seen.clone()
     for how in (_scored, _trained):
-        own, apart = (how(f, params, rows) for f, rows in ((pure, given), (cut.head, ((seen,), {}))))
+        features = seen.clone()
+        own, apart = how(pure, params, given), how(cut.head, params, ((features,), {}))
+        if not torch.equal(features, seen):
+            raise _Whole("it changes the output of a frozen layer in place")
         if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(own, apart, strict=True)):
             raise _Whole("its head and its frozen layers, one after the other, are not the same as the module")
-    if not torch.equal(before, seen):
-        raise _Whole("it changes the output of a frozen layer in place")
 
 
 def _taken(given: Arguments, rows: list[int]) -> Arguments:
