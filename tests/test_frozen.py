@@ -26,7 +26,9 @@ def images(clients=6, rows=12, side=8, classes=4):
     whole = grouped(clients, rows, side * side, classes, groups=2)
     parts = [whole.train.client(i) for i in range(clients)]
     square = [(x[i % 3 :].reshape(-1, 1, side, side), y[i % 3 :]) for i, (x, y) in enumerate(parts)]
-    return ct.Federation.from_clients(square, [(x[:5], y[:5]) for x, y in square], ids=[f"c{i}" for i in range(clients)])
+    return ct.Federation.from_clients(
+        square, [(x[:5], y[:5]) for x, y in square], ids=[f"c{i}" for i in range(clients)]
+    )
 
 
 def net(classes=4):
@@ -96,7 +98,9 @@ def test_training_on_features_is_training_through_the_trunk(name, executor, pret
 def test_a_linear_head_is_fused_and_the_log_says_that_rows_pass_once(pretrained, federation, caplog):
     with caplog.at_level(logging.INFO, "coterie"):
         fit(ct.FedAvg(lr=0.3), ct.freeze(pretrained, "head"), federation, rounds=1)
-    said = "a row passes through the frozen layers once; the 16 numbers that come out are kept, and head.weight, head.bias"
+    said = (
+        "a row passes through the frozen layers once; the 16 numbers that come out are kept, and head.weight, head.bias"
+    )
     assert f"vectorised: {said} trained on them" in caplog.text
     assert "FedAvg.step: fused" in caplog.text
 
@@ -119,9 +123,6 @@ def test_rows_pass_once_per_run_and_only_those_of_clients_that_are_asked(pretrai
     again = fit(ct.IFCA(k=2, lr=0.3), task, federation, rounds=4)  # while the first run is there, it shares them
     assert sum(passed) == rows + len(federation.test.x)
     del first, again
-    passed.clear()
-    cohort = ct.fit(ct.FedAvg(lr=0.3), task, federation, rounds=1, device="cpu")._cohort
-    del cohort
     passed.clear()
     one = features.Features(federation, task.trunk(federation.train.x[:2]), torch.device("cpu"), "float32")
     one.see("train", torch.tensor([1, 4]))
@@ -232,7 +233,9 @@ def test_what_cannot_be_taken_apart_is_trained_as_before(way, caplog):
     assert re.search(WHOLE[way], why)
 
 
-@pytest.mark.parametrize("module", [nn.Linear(5, 3), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).requires_grad_(False))])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(5, 3), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).requires_grad_(False))]
+)
 def test_nothing_is_frozen_in_front(module):
     assert ct.Task.classifier(module).trunk(torch.randn(2, 5)) is None
 
@@ -323,7 +326,9 @@ def test_models_that_share_their_layers_can_be_frozen(federation):
     joint = fit(ct.IFCA(k=2, init="random", shared=shared), ct.Task.classifier(net()), federation)
     task = ct.freeze(joint, "head")
     assert torch.equal(task.functions.pure.fixed["hidden.bias"], joint.models[1]["hidden.bias"])
-    with pytest.raises(ValueError, match=r"the 2 models of the run differ in 'hidden.weight', which is not in the head"):
+    with pytest.raises(
+        ValueError, match=r"the 2 models of the run differ in 'hidden.weight', which is not in the head"
+    ):
         apart = tuple(n for n in shared if not n.startswith("hidden"))
         ct.freeze(fit(ct.IFCA(k=2, init="random", shared=apart), ct.Task.classifier(net()), federation), "head")
 
@@ -343,7 +348,10 @@ class Tied(nn.Module):
     [
         ("haed", r"freeze: the model has no layer 'haed' with parameters; did you mean 'head'\?"),
         ((), r"freeze: head names no layer; those with parameters are convolutions"),
-        (("convolutions", "hidden", "head"), r"freeze: nothing is left to freeze: .*'head' are all layers of the model"),
+        (
+            ("convolutions", "hidden", "head"),
+            r"freeze: nothing is left to freeze: .*'head' are all layers of the model",
+        ),
     ],
 )
 def test_heads_that_are_refused(head, message, pretrained):
@@ -355,7 +363,9 @@ def test_other_runs_that_are_refused(federation, pretrained):
     with pytest.raises(ValueError, match=r"freeze: run must be what fit returned, got a Task"):
         ct.freeze(pretrained.task, "head")
     tied = fit(ct.FedAvg(), ct.Task.classifier(Tied()), rows(), rounds=1)
-    with pytest.raises(ValueError, match=r"freeze: 'last' cannot be drawn anew: it shares a parameter with 'first.weight'"):
+    with pytest.raises(
+        ValueError, match=r"freeze: 'last' cannot be drawn anew: it shares a parameter with 'first.weight'"
+    ):
         ct.freeze(tied, "last")
     locals_ = fit(ct.FedAvg(), ct.Task.classifier(normed(), batch_norm="local"), federation, rounds=1)
     with pytest.raises(ValueError, match=r"freeze: every client has a '2.\w+' of its own \(batch_norm='local'\)"):
@@ -363,7 +373,9 @@ def test_other_runs_that_are_refused(federation, pretrained):
     with pytest.raises(ValueError, match=r"Task: .* has no parameter that could be trained and sent"):
         ct.Task.classifier(net().requires_grad_(False))
     half = fit(ct.FedAvg(), ct.Task.classifier(Two()), rows(), rounds=1)
-    with pytest.raises(ValueError, match=r"freeze: nothing is left to train: all parameters of 'body' are frozen already"):
+    with pytest.raises(
+        ValueError, match=r"freeze: nothing is left to train: all parameters of 'body' are frozen already"
+    ):
         ct.freeze(half, "body")
 
 

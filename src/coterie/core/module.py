@@ -48,7 +48,8 @@ class PureModule:
     def __init__(self, module: nn.Module, batch_norm: BatchNorm = "average", carry: Sequence[str] = ()) -> None:
         _check_layers(module)
         self.name = name_of(module)
-        self.batch_norm, self.carry = batch_norm, tuple(carry)
+        self.batch_norm: BatchNorm = batch_norm
+        self.carry = tuple(carry)
         self.kinds = _kinds(module, batch_norm, carry)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.shapes = {n: own[n].shape for n in (*self.kinds.trained, *self.kinds.carried)}  # of what is sent
@@ -214,7 +215,7 @@ class _OnDevices:
 
 def hold(layer: nn.Module) -> None:
     """Have a layer be as it is scored in training too: without dropout, and with the statistics that it has."""
-    layer._held = True
+    vars(layer)["_held"] = True
 
 
 def is_held(layer: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from coterie.storage.packed import Packed
 
 WORK = 128 * 2**20  # bytes that the trunk may need at a time
 SHARE = 0.5  # of the free memory, for all features
+THROUGH = "rows pass through the frozen layers in every step"
 
 # Runs that are there at the same time share them; no longer than that are they kept.
 _known: WeakKeyDictionary[Trunk, WeakValueDictionary[tuple[int, str, str], Features]] = WeakKeyDictionary()
@@ -38,12 +39,10 @@ def features_of(
     """
     trunk = task.trunk(federation.train.x[:2])
     if not isinstance(trunk, Trunk):
-        return None, trunk and f"rows pass through the frozen layers in every step: {trunk}" or ""
+        return None, "" if trunk is None else f"{THROUGH}: {trunk}"
     if not any(_fit(federation, trunk, place) for place in (device, torch.device("cpu"))):
-        return None, (
-            f"rows pass through the frozen layers in every step: their features would take {_size(federation, trunk)} "
-            f"bytes, more than half of the free memory"
-        )
+        size = _size(federation, trunk) / 2**20
+        return None, f"{THROUGH}: their features would take {size:,.0f} MiB, more than half of the free memory"
     known = _known.setdefault(trunk, WeakValueDictionary())
     key = id(federation), str(device), precision
     if (features := known.get(key)) is None:
@@ -79,7 +78,8 @@ class Features:
 
     def __init__(self, federation: Federation, trunk: Trunk, device: torch.device, precision: Precision) -> None:
         self.federation, self.trunk = federation, trunk
-        self.device, self.precision = device, precision
+        self.device = device
+        self.precision: Precision = precision
         self.home = device if _fit(federation, trunk, device) else torch.device("cpu")
         self._known: dict[str, tuple[Packed, Tensor]] = {}
         self._at_once = 0

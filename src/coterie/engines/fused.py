@@ -196,7 +196,7 @@ class Fused:
         why = self._why_not(step)
         if (name, why) not in self._known:
             engine, rows = self.engine, self.engine.store.part("train")
-            split = None if why else engine.work.first_layer(rows.x[:2])
+            split = None if why else engine.work.first_layer(rows.x[:2].cpu())
             self._known[name, why] = split
             n, d = int(rows.sizes.max()), rows.x[0].numel()
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
