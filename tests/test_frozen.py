@@ -405,7 +405,7 @@ def test_a_run_on_features_is_resumed(pretrained, federation, tmp_path):
     fit(method, task, federation, rounds=2, out=tmp_path / "run")
     assert gap(straight, fit(method, task, federation, rounds=4, out=tmp_path / "run", resume=True)) == 0
     retrained = fit(ct.FedAvg(lr=0.1), ct.Task.classifier(net()), federation)
-    with pytest.raises(ValueError, match="has other values|another model: its frozen parameters|differs"):
+    with pytest.raises(ValueError, match=r"another model: its frozen parameters or constants differ"):
         other = dataclasses.replace(ct.freeze(retrained, "head"), spec=task.spec)
         fit(method, other, federation, rounds=5, out=tmp_path / "run", resume=True)
 

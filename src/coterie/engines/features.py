@@ -7,16 +7,19 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from coterie.core.bars import counting
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.precision import Precision, arithmetic
 from coterie.core.task import Task, Trunk
+from coterie.engines import ranks
 from coterie.engines.chunks import Peak
 from coterie.engines.store import free_memory
 from coterie.storage.packed import Packed
 
 WORK = 128 * 2**20  # bytes that the trunk may need at a time
 SHARE = 0.5  # of the free memory, for all features
+LONG = 2  # seconds from which on a bar is shown
 THROUGH = "rows pass through the frozen layers in every step"
 
 # Runs that are there at the same time share them; no longer than that are they kept.
@@ -97,10 +100,12 @@ class Features:
         if not bool(new.any()):
             return
         at = new.repeat_interleave(rows.sizes).nonzero().flatten()
-        with torch.no_grad(), arithmetic(self.precision, self.device):
+        bar = counting("features", len(at), delay=LONG, hidden=ranks.rank() > 0)
+        with bar, torch.no_grad(), arithmetic(self.precision, self.device):
             for some in at.split(self._rows_at_once(rows)):
                 features.x[some.to(self.home)] = self.trunk.see(rows.x[some].to(self.device)).float().to(self.home)
                 rows.forget(int(some.min()), int(some.max()) + 1)
+                bar.update(len(some))
         known |= new
 
     def _place(self, name: str) -> tuple[Packed, Tensor]:
