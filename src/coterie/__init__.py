@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.runs.diagnosis import Diagnosis, diagnose
     from coterie.runs.evaluate import Scores
     from coterie.runs.fit import fit
+    from coterie.runs.freezing import freeze
     from coterie.runs.load import load
     from coterie.runs.run import Diverged, Run
     from coterie.secure import SecureSum
@@ -62,6 +63,7 @@ _HOMES = {
     "runs.diagnosis": ("Diagnosis", "diagnose"),
     "runs.evaluate": ("Scores",),
     "runs.fit": ("fit",),
+    "runs.freezing": ("freeze",),
     "runs.load": ("load",),
     "runs.run": ("Diverged", "Run"),
     "secure": ("SecureSum",),

@@ -13,6 +13,7 @@ from coterie.analysis.attributes import Association, associations, attributes_of
 from coterie.analysis.differences import Differences, differences
 from coterie.analysis.report import text
 from coterie.analysis.ways import Way, scored, shown, unsure
+from coterie.core.bars import counting, quietly
 from coterie.core.federation import Federation
 from coterie.core.method import Method
 from coterie.core.task import Source, Task
@@ -24,7 +25,6 @@ from coterie.runs.choosing import compare, with_k
 from coterie.runs.comparison import Comparison
 from coterie.runs.fit import fit
 from coterie.runs.group_count import GroupCount, count_groups
-from coterie.runs.progress import counting, quietly
 from coterie.runs.run import Run
 from coterie.runs.sampling import sampled
 from coterie.storage.packed import Packed

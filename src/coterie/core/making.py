@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from coterie.core.key import Key
-from coterie.core.module import name_of
+from coterie.core.module import is_held, name_of
 
 Init = Literal["random", "module"]
 
 
 class Maker:
     """Makes modules of one kind.
+
+    Attributes:
+        same: Whether all are the same.
+        module: The module that is copied; None where a function builds them.
+        build: Makes one, with random numbers of torch's global generator.
 
     Args:
         module: A module, or a function that builds one.
@@ -30,18 +35,18 @@ class Maker:
         if not isinstance(module, nn.Module) and not callable(module):
             raise ValueError(f"Task: module must be a torch.nn.Module or a function that builds one, got {module!r}")
         self.same = init == "module"
-        self._module = module if isinstance(module, nn.Module) else None
-        if self._module is not None:
-            _check_whole(self._module)
-        self._build = module if self._module is None else self._copied
-        if self._module is not None and not self.same:
-            _check_resets(self._module)
+        self.module = module if isinstance(module, nn.Module) else None
+        if self.module is not None:
+            _check_whole(self.module)
+        self.build = module if self.module is None else self._copied
+        if self.module is not None and not self.same:
+            _check_resets(self.module)
 
     def __call__(self, seed: int) -> nn.Module:
         """A module; layers draw from the global generator only, which is seeded, and then put back as it was."""
         with torch.random.fork_rng(devices=[]):
             _seed(seed)
-            made = self._build()
+            made = self.build()
         if not isinstance(made, nn.Module):
             raise ValueError(f"Task: the function must build a torch.nn.Module, but returned {type(made).__name__}")
         return made
@@ -51,15 +56,15 @@ class Maker:
         return self(0 if self.same else key.seed())
 
     def _copied(self) -> nn.Module:
-        assert self._module is not None  # else a function builds it
-        fresh = copy.deepcopy(self._module)
+        assert self.module is not None  # else a function builds it
+        fresh = copy.deepcopy(self.module)
         if not self.same:
-            frozen = {n: p.detach().clone() for n, p in fresh.named_parameters() if not p.requires_grad}
+            frozen = {name: x.detach().clone() for name, x in _frozen(fresh).items()}
             for layer in _children_first(fresh):
                 _reset(layer)
             with torch.no_grad():
-                for name, value in frozen.items():
-                    fresh.get_parameter(name).copy_(value)
+                for name, x in _frozen(fresh).items():
+                    x.copy_(frozen[name])
         return fresh
 
 
@@ -89,6 +94,18 @@ def _check_whole(module: nn.Module) -> None:
             f"Task: {name} cannot be copied ({str(error).splitlines()[0]}); pass a function that builds it, and "
             "torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm"
         ) from error
+
+
+def _frozen(module: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters, and the buffers beside them: a pretrained BatchNorm has its statistics there."""
+    found: dict[str, Tensor] = {}
+    for prefix, layer in module.named_modules():
+        own: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
+        kept = {n: p for n, p in own.items() if not p.requires_grad}
+        if is_held(layer) or (own and len(kept) == len(own)):
+            kept |= dict(layer.named_buffers(recurse=False))
+        found |= {f"{prefix}." * bool(prefix) + n: x for n, x in kept.items()}
+    return found
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

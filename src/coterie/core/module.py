@@ -48,13 +48,15 @@ class PureModule:
     def __init__(self, module: nn.Module, batch_norm: BatchNorm = "average", carry: Sequence[str] = ()) -> None:
         _check_layers(module)
         self.name = name_of(module)
+        self.batch_norm: BatchNorm = batch_norm
+        self.carry = tuple(carry)
         self.kinds = _kinds(module, batch_norm, carry)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.shapes = {n: own[n].shape for n in (*self.kinds.trained, *self.kinds.carried)}  # of what is sent
         self.aliases = _aliases(module, own)
         self._values = _OnDevices({n: own[n].detach().clone() for n in (*self.kinds.fixed, *self.kinds.personal)})
         self._module = copy.deepcopy(module)
-        self._training = _uncounted(copy.deepcopy(module).train()).to("meta")
+        self._training = _uncounted(in_mode(copy.deepcopy(module), training=True)).to("meta")
         self._scoring = _uncounted(_scoring(module)).to("meta")
         self._counters = {n for n, _ in module.named_buffers()} - {n for n, _ in self._training.named_buffers()}
         self._sees_all_rows = bool(carry)  # what is made of these buffers is the user's, and may be of any row
@@ -127,6 +129,11 @@ class PureModule:
         return {n: self._values.on(torch.device("cpu"))[n] for n in self.kinds.personal}
 
     @property
+    def fixed(self) -> Params:
+        """Frozen parameters and constants, by name."""
+        return {n: x for n, x in self.unsent.items() if n in self.kinds.fixed}
+
+    @property
     def unsent(self) -> Params:
         """What is never in a message, by name: frozen parameters, constants, and what clients begin with."""
         return {n: x for n, x in self._values.on(torch.device("cpu")).items() if n not in self._counters}
@@ -167,7 +174,7 @@ class PureModule:
 
     def _tried(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> _Trial:
         """A pass of a copy of the module."""
-        copied, rows = copy.deepcopy(self._module).train(training), torch.ones(len(_first(args, kwargs)))
+        copied, rows = in_mode(copy.deepcopy(self._module), training), torch.ones(len(_first(args, kwargs)))
         with torch.set_grad_enabled(training), Pass(rows, _PROBE if training else None) as own:
             out = output_of(copied(*args, **kwargs)).detach()
         return _Trial(out.nan_to_num(), own.drawn, own.hooked, bool(own.used), self._moved(copied))
@@ -206,6 +213,23 @@ class _OnDevices:
         return self._on[device]
 
 
+def hold(layer: nn.Module) -> None:
+    """Have a layer be as it is scored in training too: without dropout, and with the statistics that it has."""
+    vars(layer)["_held"] = True
+
+
+def is_held(layer: nn.Module) -> bool:
+    """Whether a layer is as it is scored in training too."""
+    return "_held" in vars(layer)
+
+
+def in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """The module in training, but for the layers that are held, or in evaluation."""
+    for layer in module.train(training).modules():
+        layer.training = training and not is_held(layer)
+    return module
+
+
 def _kinds(module: nn.Module, batch_norm: BatchNorm, carry: Sequence[str]) -> Kinds:
     trained = [n for n, p in module.named_parameters() if p.requires_grad]
     buffers = dict(module.named_buffers())
@@ -218,6 +242,8 @@ def _kinds(module: nn.Module, batch_norm: BatchNorm, carry: Sequence[str]) -> Ki
         names = [
             f"{prefix}." * bool(prefix) + n for n, x in layer.named_buffers(recurse=False) if x.is_floating_point()
         ]
+        if is_held(layer):
+            continue
         if isinstance(layer, _BatchNorm):
             own = [f"{prefix}." * bool(prefix) + n for n, _ in layer.named_parameters(recurse=False)]
             (personal if batch_norm == "local" else carried).extend(names)

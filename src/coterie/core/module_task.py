@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,19 @@ from coterie.core.key import Key
 from coterie.core.making import Maker
 from coterie.core.module import PureModule, outside
 from coterie.core.pytree import Params, leaves, take
+from coterie.core.trunk import Cut, cut_after_trunk
 
 if TYPE_CHECKING:
     from coterie.storage.inputs import Inputs
 
 PerRow = Callable[[Tensor, Tensor], Tensor]  # (output, y) -> (n,)
+
+
+class Apart(NamedTuple):
+    """A module as `head(see(x))`, where nothing in a run changes `see`."""
+
+    see: Callable[[Tensor], Tensor]
+    head: ModuleFunctions
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,27 @@ class ModuleFunctions:
         ):
             return None
         return split_first_linear(self.make(0), self.loss, x)
+
+    def cut(self, x: Tensor) -> Apart | str | None:
+        """The module taken apart after its frozen layers; None if it has none, or why that is not possible.
+
+        Args:
+            x: Some rows of the kind that it takes.
+        """
+        if self.pure.kinds.fixed and self.augment is not None:
+            return "rows are cropped at random, and have other features each time"
+        two = torch.cat([x[:2].cpu()] * 2)[:2]
+        args = self._arguments(two)
+        if not self.pure.kinds.fixed or self.takes(two) or self.pure.fault(*args):
+            return None
+        found = cut_after_trunk(self.make, self.pure, self.init(Key.of(0)), args)
+        if not isinstance(found, Cut):
+            return found
+
+        def see(rows: Tensor) -> Tensor:
+            return found.trunk({}, *self._arguments(rows), rows.new_ones(len(rows)))
+
+        return Apart(see, replace(self, make=found.make, pure=found.head, inputs=None))
 
     def _arguments(self, x: Tensor, seed: Tensor | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module is given: with a seed as in training, without as it is scored."""

@@ -27,7 +27,7 @@ from coterie.core.losses import (
 from coterie.core.making import Init, Maker
 from coterie.core.mixing import mean_exponential, mean_output, mean_probability
 from coterie.core.module import BatchNorm, PureModule, name_of
-from coterie.core.module_task import ModuleFunctions, PerRow
+from coterie.core.module_task import Apart, ModuleFunctions, PerRow
 from coterie.core.networks import Networks, part
 from coterie.core.pytree import Params, leaves
 from coterie.core.settings import validate
@@ -49,6 +49,21 @@ class Data(NamedTuple):
     mask: Tensor  # 1 for a real row, 0 for padding
 
 
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """The frozen layers of a task's model, and the task of the layers after them.
+
+    Attributes:
+        see: From rows to features, which nothing in a run changes.
+        head: The task on features. Its parameters are those of the whole task.
+        row: The features of one row, as an example.
+    """
+
+    see: Callable[[Tensor], Tensor]
+    head: Task
+    row: Tensor
+
+
 def _no_ensemble() -> Task:
     raise ValueError("Task: only a task made from a module knows how to mix the outputs of models")
 
@@ -64,6 +79,8 @@ class Task:
         metric: What the mean of `score` is called: "accuracy", "mse", "deviance", "nats".
         check: `check(data)` says what is wrong with rows, None if they suit the model.
         first_layer: `first_layer(x)` takes the model apart after a linear first layer; None if it has none.
+        trunk: `trunk(x)` takes the model apart after layers that are frozen, tried on some rows; None if there are none
+            such, or why it is not possible.
         features: `features(x)` is φ(x) (n, d), the gradient of a single output with respect to all parameters side by
             side, under squared loss. Of a model that is linear in its parameters, ⟨φ(x), θ⟩ is the output; see
             `coterie.core.features`. None for other tasks.
@@ -99,6 +116,7 @@ class Task:
     metric: str
     check: Callable[[Data], str | None] = field(default=lambda rows: None, repr=False)
     first_layer: Callable[[Tensor], FirstLinear | None] = field(default=lambda x: None, repr=False)
+    trunk: Callable[[Tensor], Trunk | str | None] = field(default=lambda x: None, repr=False)
     features: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     jacobian: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     from_moments: Callable[[Tensor, Tensor], Params] | None = field(default=None, repr=False)
@@ -246,7 +264,10 @@ class Task:
             spec={"kind": "density", **_spec(module)},
         )
         return replace(
-            task, from_moments=getattr(module, "from_moments", None), location=tuple(getattr(module, "location", ()))
+            task,
+            from_moments=getattr(module, "from_moments", None),
+            location=tuple(getattr(module, "location", ())),
+            trunk=lambda x: None,  # its moments are those of the rows
         )
 
     @classmethod
@@ -275,7 +296,8 @@ class Task:
             spec={"kind": "adversarial", **_spec(module)},
         )
         parts = (part(module, name) for name in ("generator", "critic", "encoder"))
-        return replace(task, networks=Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k)))
+        networks = Networks(*parts, dz=cast(int, module.dz), k=cast(int, module.k))
+        return replace(task, networks=networks, trunk=lambda x: None)  # they make rows, too
 
     @classmethod
     def distance(cls) -> Task:
@@ -365,6 +387,18 @@ class Task:
 
         plain = own.augment is None  # closed forms would see the centre of every image only
         squared, other = own.loss is squared_error and plain, own.loss in (cross_entropy, poisson) and plain
+        trunks: dict[tuple[torch.Size, torch.dtype], Trunk | str | None] = {}  # by the kind of a row
+
+        def trunk(x: Tensor) -> Trunk | str | None:
+            kind = x.shape[1:], x.dtype
+            if kind not in trunks:
+                found = own.cut(x)
+                if isinstance(found, Apart):
+                    row = found.see(x[:1].cpu())[0].detach()
+                    found = Trunk(found.see, cls._of(found.head, metric, predict, spec), row)
+                trunks[kind] = found
+            return trunks[kind]
+
         return cls(
             init=own.init,
             loss=own.losses,
@@ -372,6 +406,7 @@ class Task:
             metric=metric,
             check=own.check,
             first_layer=own.first_layer,
+            trunk=trunk,
             features=features_of(output, own.pure.shapes, own.first_layer) if squared else None,
             jacobian=jacobian_of(output, own.pure.shapes) if other else None,
             train=own.training,
@@ -399,7 +434,16 @@ class Task:
         """
         if inputs is None or self.functions is None or self.functions.inputs == inputs:
             return self
-        return self._of(replace(self.functions, inputs=inputs), self.metric, self.predict, self.spec)
+        return self.of_functions(replace(self.functions, inputs=inputs), self.spec)
+
+    def of_functions(self, functions: ModuleFunctions, spec: dict[str, Any] | None = None) -> Task:
+        """The same kind of task from another module, or one that is used otherwise.
+
+        Args:
+            functions: What is done with it.
+            spec: A plain description; None for none.
+        """
+        return self._of(functions, self.metric, self.predict, spec or {})
 
 
 def _spec(module: Source, batch_norm: BatchNorm = "average") -> dict[str, Any]:

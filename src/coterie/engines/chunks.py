@@ -74,7 +74,7 @@ class Chunks:
 
     def _buckets(self, exchange: Exchange, sizes: Tensor) -> list[Tensor]:
         """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
-        x = self.store.federation.part(exchange.part).x
+        x = self.store.part(exchange.part).x
         free = LITTLE // _each(exchange, x)
         clients, cut = self._cuts.get((exchange.part, free), (None, []))
         memory = exchange.ledger.memory
@@ -86,7 +86,7 @@ class Chunks:
 
     def _small(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways) -> str | None:
         """A name for work on clients that have so little to do that nothing need be measured; None for all other."""
-        x = self.store.federation.part(exchange.part).x
+        x = self.store.part(exchange.part).x
         if self.store.device.type != "cpu" or (ways.alone is not None and len(bucket) == 1):
             return None
         rows = len(bucket) * int(sizes[bucket].max())

@@ -62,7 +62,7 @@ class Fused:
 
     def match(self, exchange: Exchange) -> Match | None:
         """How this exchange can be fused; None if it cannot."""
-        step, message = exchange.step(self.engine.task), exchange.message
+        step, message = exchange.step(self.engine.work), exchange.message
         if not isinstance(step, Train) or not isinstance(message, Models):
             return None
         if exchange.part != "train" or exchange.first or message.lr_each:
@@ -195,10 +195,10 @@ class Fused:
         """The model taken apart, if this model's steps can be fused; the log says once whether they are."""
         why = self._why_not(step)
         if (name, why) not in self._known:
-            engine = self.engine
-            split = None if why else engine.task.first_layer(engine.federation.train.x[:2])
+            engine, rows = self.engine, self.engine.store.part("train")
+            split = None if why else engine.work.first_layer(rows.x[:2].cpu())
             self._known[name, why] = split
-            n, d = int(engine.federation.train.sizes.max()), engine.federation.train.x[0].numel()
+            n, d = int(rows.sizes.max()), rows.x[0].numel()
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
             closed = ", or closed form where that pays" if split and split.squared else ""
             said = f"fused ({form}{closed})" if split else f"not fused: {why or NOT_LINEAR}"

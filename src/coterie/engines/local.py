@@ -21,6 +21,7 @@ from coterie.core.step import ClientStep, Local, Reply, derived
 from coterie.core.sums import Sums, slot_sum
 from coterie.core.task import Task
 from coterie.core.uplink import Uplink
+from coterie.engines.features import features_of
 from coterie.engines.store import Store
 
 
@@ -46,6 +47,9 @@ Answer = Callable[[Any, Sequence[Local]], Reply]  # what one client does, given 
 class LocalEngine(Engine):
     """Clients simulated in this process; a subclass says how their replies are computed.
 
+    Attributes:
+        work: The task as clients' steps do it: on features in place of rows where the model's first layers are frozen.
+
     Args:
         federation: The clients and their rows.
         task: What is learnt.
@@ -68,7 +72,12 @@ class LocalEngine(Engine):
     ) -> None:
         super().__init__(federation, task, key, device, precision)
         self.uplink = uplink or Uplink()
-        self.store = store or Store(federation, device)
+        self._said = ""
+        if store is None:
+            features, self._said = features_of(federation, self.task, device, precision)
+            store = Store(federation, device, features)
+        self.store = store
+        self.work = self.task if store.features is None else store.features.trunk.head
 
     @abstractmethod
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
@@ -88,7 +97,12 @@ class LocalEngine(Engine):
         return self.stacked(exchange, self.replies(exchange))
 
     def delivered(self, exchange: Exchange) -> Exchange:
-        """The exchange with its message on the device."""
+        """The exchange with its message on the device, and its clients' features there."""
+        if self._said:
+            exchange.ledger.messages.append(f"{self.name}: {self._said}")
+            self._said = ""
+        for part in {exchange.part, *([] if exchange.first is None else [exchange.first.part])}:
+            self.store.prepare(part, exchange.clients)
         message = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, exchange.message)
         return exchange._replace(message=message)
 
@@ -135,7 +149,7 @@ class LocalEngine(Engine):
         """What a client does, one thing after the other; each gets what the one before it would have sent."""
         first = [] if exchange.first is None else [exchange.first]
         return [
-            Stage(derived(step, self.task), part, self.federation.part(part).sizes[exchange.clients])
+            Stage(derived(step, self.work), part, self.federation.part(part).sizes[exchange.clients])
             for step, part in (*first, (exchange.step, exchange.part))
         ]
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from coterie.core.federation import Federation
 from coterie.core.pytree import nbytes
 from coterie.core.task import Data
 from coterie.storage.packed import Packed
+
+if TYPE_CHECKING:
+    from coterie.engines.features import Features
 
 STREAMED = 32 * 2**20  # bytes of rows in one chunk on a CPU: what is mapped from a file is in memory chunk by chunk
 FEW = 256  # clients whose scattered pages may be in memory at once: Linux brings in 64 KiB around each of them
@@ -54,15 +57,29 @@ class Store:
 
     Rows that take less than half of a GPU's free memory are moved there once; others are moved chunk by chunk. Of a
     federation that is mapped from files, no more than a chunk is in memory at any time.
+
+    Args:
+        federation: The clients and their rows.
+        device: Where they are computed with.
+        features: What stands for their rows, where these pass through layers that are frozen.
     """
 
-    def __init__(self, federation: Federation, device: torch.device) -> None:
-        self.federation = federation
+    def __init__(self, federation: Federation, device: torch.device, features: Features | None = None) -> None:
+        self.federation, self.features = federation, features
         self.device = device
         self._logged: set[str] = set()
         self._packed: dict[str, Packed] = {}
         self._kept: dict[tuple[tuple[Any, ...], bytes], Any] = {}
         self._lent: tuple[Packed, slice] | None = None
+
+    def part(self, name: str) -> Packed:
+        """What clients' steps get as the "train" or "test" rows, wherever it is."""
+        return self.federation.part(name) if self.features is None else self.features.part(name)
+
+    def prepare(self, part: str, clients: Tensor) -> None:
+        """Have what stands for these clients' rows computed, if it was not yet."""
+        if self.features is not None:
+            self.features.see(part, clients)
 
     def rows(self, part: str, clients: Tensor) -> Data:
         """The rows of these clients as one `Data` (c, n, …) with n the size of the largest.
@@ -91,7 +108,7 @@ class Store:
 
     def most(self, part: str, rows: int) -> int:
         """How many clients of so many rows a chunk may have at most, for the sake of their rows alone."""
-        packed = self.federation.part(part)
+        packed = self.part(part)
         each = rows * (packed.x[:1].nbytes + packed.y[:1].nbytes)
         return max(1, STREAMED // max(1, each)) if self.device.type == "cpu" else sys.maxsize
 
@@ -136,8 +153,9 @@ class Store:
 
     def _resident(self, part: str) -> Packed:
         if part not in self._packed:
-            packed = self.federation.part(part)
-            if self.device.type != "cpu" and nbytes(packed) < free_memory(self.device) / 2:
+            packed = self.part(part)
+            here = self.features is not None  # where there is room for them; they are not all known yet
+            if not here and self.device.type != "cpu" and nbytes(packed) < free_memory(self.device) / 2:
                 packed = move(packed, self.device)
             self._packed[part] = packed
         return self._packed[part]

@@ -18,6 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 
+from coterie.core.bars import quietly
 from coterie.core.key import Key
 from coterie.core.method import Method
 from coterie.core.pytree import to_device
@@ -27,7 +28,6 @@ from coterie.estimators.clients import clients_of, federation_of, positions
 from coterie.estimators.serving import Models, Serving, linear_units, linear_value, module_value
 from coterie.models import MLP, Linear
 from coterie.runs.fit import fit
-from coterie.runs.progress import quietly
 from coterie.storage.names import nearest_name
 from coterie.storage.scales import Moments, Scale
 

@@ -43,6 +43,7 @@ class Node:
         self.site, self.federation = site, named(site, federation)
         self.memory = Memory(memory, site)
         self.device = find_device(device)
+        self._latest: Cohort | None = None  # which keeps the features of frozen layers, if there are any
 
     def enrol(self, content: RecordDict) -> RecordDict:
         """Say who the clients are, and how many rows each has."""
@@ -112,6 +113,7 @@ class Node:
         uplink, precision = rebuild_uplink(str(fields.get("uplink", "[]"))), str(fields["precision"])
         task = _task(str(fields["task"]))
         cohort = simulated(self.federation, task, key, device=self.device, uplink=uplink, precision=precision)
+        self._latest = cohort
         some = torch.tensor([int(i) for i in fields["clients"]])
         if not len(some) or int(some.min()) < 0 or int(some.max()) >= len(self.federation):
             raise ValueError(f"site '{self.site}' has {len(self.federation)} clients, others were asked for")

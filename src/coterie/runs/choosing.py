@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from coterie.core.bars import counting, quietly
 from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.method import Method
@@ -27,7 +28,6 @@ from coterie.runs.comparison import Cell, ChosenK, Comparison, number_of_groups
 from coterie.runs.evaluate import Scores
 from coterie.runs.fingerprint import fingerprint
 from coterie.runs.fit import fit
-from coterie.runs.progress import counting, quietly
 from coterie.runs.run import Run
 from coterie.runs.side_by_side import can_copy, most_jobs, side_by_side
 from coterie.runs.splitting import Split, split

@@ -125,8 +125,10 @@ def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
 
 
 def build_task(table: dict[str, Any]) -> Task:
-    """The task that a table describes: `kind` and a `model` table of `name` and `sizes`."""
-    _known(table, ["kind", "model", "batch_norm", "augment"], "task")
+    """The task that a table describes: `kind` and a `model` table of `name` and `sizes`, or `from` a run and `head`."""
+    _known(table, ["kind", "model", "batch_norm", "augment", "from", "head", "trunk"], "task")
+    if "from" in table or "head" in table:
+        return _build_frozen(table)
     kind = table.get("kind", "classifier")
     if kind == "distance":  # of points to centres, which have no model
         return Task.distance()
@@ -146,6 +148,24 @@ def build_task(table: dict[str, Any]) -> Task:
         augmentation, settings = _named(table["augment"], AUGMENTATIONS, "task.augment")
         options["augment"] = _settings(augmentation, settings, "task.augment")
     return TASKS[kind](_call(model, values, "task.model"), **options)
+
+
+def _build_frozen(table: dict[str, Any]) -> Task:
+    """The task of a run's model with all but its head frozen."""
+    from coterie.runs.freezing import freeze
+    from coterie.runs.load import load  # which reads configurations
+
+    folder, head = table.get("from"), table.get("head")
+    names = [head] if isinstance(head, str) else head
+    if not isinstance(folder, str) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise ValueError('[task] a frozen model needs both, such as from = "runs/whole" and head = "layers.1"')
+    task = freeze(load(folder), names)
+    for name in ("kind", "model", "batch_norm", "augment"):
+        if name in table and table[name] != task.spec.get(name):
+            raise ValueError(f"[task] {name} is that of the run in {folder}, {task.spec.get(name)}: leave it out")
+    if table.get("trunk", task.spec["trunk"]) != task.spec["trunk"]:
+        raise ValueError(f"[task] the run in {folder} has other values now than those that were frozen")
+    return task
 
 
 def build_federation(table: dict[str, Any]) -> Federation:

@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie.core.engine import Engine
 from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
+from coterie.core.pytree import Params
 from coterie.core.task import Task
 
 WHOLE = 64 * 2**20  # bytes of rows up to which all are hashed; of more, one row per client
@@ -20,15 +21,16 @@ WHAT = {
     "clients": "other clients: their number, names or sizes differ",
     "rows": "other data: clients' rows differ",
     "parameters": "another model: its parameters differ in names or shapes",
+    "frozen": "another model: its frozen parameters or constants differ",
 }
 
 
 def fingerprint(engine: Engine) -> dict[str, str]:
-    """Hashes of the clients, of their rows, and of the names and shapes of the model's parameters.
+    """Hashes of the clients, of their rows, of the names and shapes of the model's parameters, and of frozen values.
 
-    Where the rows are on other machines only the model's is known.
+    Where the rows are on other machines only the model's are known.
     """
-    found = {"parameters": _of_model(engine.task)}
+    found = {"parameters": _of_model(engine.task), **_of_frozen(engine.task)}
     return found if engine.remote else {**found, **_of_clients(engine.federation)}
 
 
@@ -66,3 +68,18 @@ def _of_model(task: Task) -> str:
     except ValueError:  # k-FED's centres have no beginning
         shapes = ()
     return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
+
+
+def _of_frozen(task: Task) -> dict[str, str]:
+    """A hash of what nobody trains or sends, if there is any."""
+    fixed = {} if task.functions is None else task.functions.pure.fixed
+    return {"frozen": digest(fixed)} if fixed else {}
+
+
+def digest(values: Params) -> str:
+    """A hash of tensors and their names."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in sorted(values):
+        hashed.update(name.encode())
+        hashed.update(values[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()

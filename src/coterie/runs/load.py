@@ -12,6 +12,7 @@ import torch
 from coterie.core.cohort import Cohort
 from coterie.core.engine import Engine, Exchange, Ledger
 from coterie.core.federation import Federation, Packed
+from coterie.core.freezing import frozen
 from coterie.core.key import Key
 from coterie.core.method import Method
 from coterie.core.step import Reply
@@ -20,7 +21,7 @@ from coterie.core.task import Data, Task
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.evaluate import PointScores, Scores, SummedScores
 from coterie.runs.fingerprint import difference, fingerprint
-from coterie.runs.folder import read_checkpoint, read_config, read_fingerprint, read_history, read_result
+from coterie.runs.folder import read_checkpoint, read_config, read_fingerprint, read_history, read_models, read_result
 from coterie.runs.loop import CLIENTS
 from coterie.runs.run import Run
 from coterie.storage import snapshot
@@ -48,7 +49,7 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
         raise ValueError(f"{path} has no checkpoint that can be read")
     for file in damaged:
         log.warning("%s is damaged; using the checkpoint before it", file.name)
-    known, key = task or _task(config["task"], result["metric"]), Key.of(config["run"]["seed"]).fold(CLIENTS)
+    known, key = task or _task(path, config["task"], result["metric"]), Key.of(config["run"]["seed"]).fold(CLIENTS)
     engine = Absent(path, _clients(result), known, result["executor"], key)
     if task is not None and (other := difference(read_fingerprint(path), fingerprint(engine))):
         raise ValueError(f"{path} was made with {other}")
@@ -89,8 +90,11 @@ def _method(table: dict[str, Any]) -> Method:
     return build_algorithm({n: v for n, v in table.items() if n not in lost})
 
 
-def _task(table: dict[str, Any], metric: str) -> Task:
+def _task(path: Path, table: dict[str, Any], metric: str) -> Task:
     """The task of a run, or what is known of one that was made from a module of the user's."""
+    if "head" in table:  # the run's own files have the frozen layers
+        whole = build_task({n: v for n, v in table.items() if n not in ("from", "head", "trunk")})
+        return frozen(whole, read_models(path)[0], table["head"], table)
     if "model" in table or table["kind"] == "distance":
         return build_task(table)
 

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
+from coterie.core.bars import bar_class, in_notebook, stream, watched
+
 FORMAT = "{desc} |{bar}| round {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"  # fits into 80 columns
-
-_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Let runs show no bar and log nothing: they are parts of something that has a bar of its own."""
-    log = logging.getLogger("coterie")
-    token, before = _quiet.set(True), log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        _quiet.reset(token)
-        log.disabled = before
-
-
-def counting(name: str, total: int, done: int) -> Any:
-    """A bar of tqdm's that counts pieces of work, shown to people only.
-
-    Args:
-        name: Of the work.
-        total: How many pieces there are.
-        done: How many were done before.
-    """
-    return _bar_class()(desc=name, total=total, initial=done, disable=not _watched(), file=_stream(), leave=False)
 
 
 class Progress:
@@ -59,12 +31,12 @@ class Progress:
         self._told: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        self._bar = _bar_class()(
+        self._bar = bar_class()(
             desc=self.name,
             total=self.rounds,
             bar_format=FORMAT,
-            disable=self.hidden or not _watched(),
-            file=_stream(),
+            disable=self.hidden or not watched(),
+            file=stream(),
             dynamic_ncols=not in_notebook(),
             miniters=1,
         )
@@ -98,27 +70,3 @@ class Progress:
     def _line(self) -> str:
         told = (self._told.get(name) for name in ("loss", "score", "groups"))
         return ", ".join([*filter(None, told), self.device])
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")  # a terminal's shell has none, and a library that loads IPython has no shell
-
-
-def _watched() -> bool:
-    """Whether somebody looks at bars here."""
-    return not _quiet.get() and (in_notebook() or sys.stderr.isatty())
-
-
-def _stream() -> Any:
-    """Where bars are written; a notebook shows standard error as if something were wrong."""
-    return sys.stdout if in_notebook() else sys.stderr
-
-
-def _bar_class() -> Any:
-    """The bar of tqdm that suits this place: a widget in notebooks that can show one, else text."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that notebooks could have widgets is no matter for whoever trains
-        from tqdm.auto import tqdm
-    return tqdm

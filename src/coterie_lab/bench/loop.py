@@ -40,9 +40,10 @@ def loop_round(
         own = copy.deepcopy(centres[j])
         for q in range(tau):
             rows = slice(None) if batches is None else batches[i][q]
-            gradients = torch.autograd.grad(loss(own, x[rows], y[rows]), list(own.parameters()))
+            parameters = [p for p in own.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(loss(own, x[rows], y[rows]), parameters)
             with torch.no_grad():
-                for p, g in zip(own.parameters(), gradients, strict=True):
+                for p, g in zip(parameters, gradients, strict=True):
                     p -= lr * g
         trained[j].append(own)
     means = [_mean(members) if members else centres[j] for j, members in enumerate(trained)]
@@ -63,7 +64,7 @@ def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _load(module: nn.Module, params: Params) -> nn.Module:
     own = copy.deepcopy(module)
-    own.load_state_dict(params)
+    own.load_state_dict(params, strict=False)  # what is frozen is in the module
     return own.to(next(iter(params.values())).device)
 
 

@@ -6,7 +6,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,12 +44,19 @@ class Workload:
     lr: float
     flops: float
     batch: int | None = None
+    features: bool = True  # whether rows pass through frozen layers only once
+
+    @property
+    def frozen(self) -> bool:
+        """Whether some layers are frozen."""
+        return not all(p.requires_grad for p in self.module.parameters())
 
     @property
     def task(self) -> Task:
         """A classifier if the labels are integers, else a regressor."""
         kind = Task.regressor if self.federation.train.y.is_floating_point() else Task.classifier
-        return kind(self.module)
+        task = kind(self.module)
+        return task if self.features else replace(task, trunk=lambda x: None)
 
     @property
     def algorithm(self) -> Method:
@@ -76,6 +83,8 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
         ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
         for name in (n for n in ENGINES if n != "sharded"):  # in one process it is the same as the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
+        if work.frozen:
+            ways["vectorised, no features"] = lambda w=work: _executor(replace(w, features=False), "vectorised", where)
         for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
             ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
         found = {name: _watched(work, name, way, where) for name, way in ways.items()}
@@ -98,7 +107,9 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
 
 
 def workloads(quick: bool, device: torch.device) -> list[Workload]:
-    """Return the workloads: the IFCA paper's MLP with four clusters and with one, a linear model, and two CNNs.
+    """Return the workloads: the IFCA paper's MLP with four clusters and with one, a linear model, and three CNNs.
+
+    The last CNN is that of the paper's FEMNIST experiment, frozen but for its last layer.
 
     On a GPU the first has as many clients as in the paper; the others have fewer, because the loop takes minutes there.
 
@@ -113,6 +124,10 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
     mlp = MLP(784, 200, 10)
     small, leaf = CNN((1, 28, 28), 10, (8, 16), 5, 32), CNN((1, 28, 28), 10)
     few = grouped(4 if quick else 48, 50, 784, 10, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
+    letters = grouped(2 if quick else 12, 100, 784, 62, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
+    femnist = CNN((1, 28, 28), 62, hidden=2048).requires_grad_(False)
+    femnist.head.requires_grad_(True)
+    head = 4.0 * 10 * 2048 * 62 * 10 * len(letters)  # outputs and gradient of the head, ten rows, ten steps
     line = len(points) * (4.0 * 20 * 20 + 2.0 * 20 * 20)  # residuals, gradient, and all steps in one product
     return [
         Workload(f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 4)),
@@ -123,6 +138,16 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
         ),
         Workload(
             f"FedAvg, {len(few)} × 50, LEAF's CNN, batch 10, τ=5", leaf, few, 1, 5, 0.1, sgd_flops(leaf, few, 5), 10
+        ),
+        Workload(
+            f"FedAvg, {len(letters)} × 100, FEMNIST's CNN, frozen but for its last layer, batch 10, τ=10",
+            femnist,
+            letters,
+            1,
+            10,
+            0.1,
+            head,
+            10,
         ),
     ]
 
