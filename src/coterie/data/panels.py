@@ -81,7 +81,7 @@ def panel(table: str, seed: int = 0, rows: int | None = None) -> Federation:
     spec = PANELS[table]
     if (most := spec.rows if rows is None else rows) < 1:
         raise ValueError(f"panel: rows must be at least 1, got {rows}")
-    path = _found(table, spec)
+    path = file_of(table)
     read = _read(path, spec)
     columns = spec.model(read)
     names, client = np.unique(read[spec.client], return_inverse=True)
@@ -101,8 +101,13 @@ def _shuffled(rows: np.ndarray, key: Key) -> Tensor:
     return torch.from_numpy(rows)[torch.randperm(len(rows), generator=key.generator())]
 
 
-def _found(table: str, spec: Panel) -> Path:
-    """The file of a table in the data folder."""
+def file_of(table: str) -> Path:
+    """The file of a table in the data folder.
+
+    Args:
+        table: Name of the table.
+    """
+    spec = PANELS[table]
     for path in (folder() / "tables" / f"{table}{suffix}" for suffix in _SUFFIXES):
         if path.exists():
             return path

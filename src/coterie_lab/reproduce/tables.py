@@ -70,7 +70,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 def _cell(spec: dict[str, Any], table: str, seed: int, device: str) -> Cell:
     """All candidates, trained on the training rows and scored on the test rows; and what is recommended."""
     federation, task = _data(table, seed)
-    ways = _ways(spec, task, federation)
+    ways = ways_of(spec, task, federation)
     choice = compare(
         ways,
         task,
@@ -81,7 +81,7 @@ def _cell(spec: dict[str, Any], table: str, seed: int, device: str) -> Cell:
         new=0,  # all clients of a table are known
         device=device,
     )
-    done = {name: _one(spec, method, task, federation, seed, device) for name, method in ways.items()}
+    done = {name: trained(spec, method, task, federation, seed, device) for name, method in ways.items()}
     return {"table": table, "seed": seed, "ways": done, RECOMMENDED: choice.recommended, "reason": choice.reason}
 
 
@@ -91,11 +91,16 @@ def _data(table: str, seed: int) -> tuple[Federation, Task]:
     return federation, build_task({"kind": "regressor", "model": model})
 
 
-def _ways(spec: dict[str, Any], task: Task, federation: Federation) -> dict[str, Method]:
+def ways_of(spec: dict[str, Any], task: Task, federation: Federation) -> dict[str, Method]:
     """The candidates of `compare` but for CFL and soft groups, and IFCA, whose place FedX has among them.
 
     What is left out is for other data (groups that differ in direction, clients whose rows are of several kinds), and
     would take most of the time.
+
+    Args:
+        spec: Table of the experiment.
+        task: What is learnt.
+        federation: The clients.
     """
     every = candidates(task, federation, k=spec["k"])
     ways = {n: m for n, m in every.items() if Simplicity.of(m).kind != SOFT and not n.startswith("CFL")}
@@ -105,7 +110,17 @@ def _ways(spec: dict[str, Any], task: Task, federation: Federation) -> dict[str,
     return {**ways, IFCA_ALONE: ifca, IFCA_PERSONAL: Personal(ifca), IFCA_CAUTIOUS: Personal(ifca, caution=CAUTION)}
 
 
-def _one(spec: dict[str, Any], method: Method, task: Task, federation: Federation, seed: int, device: str) -> Cell:
+def trained(spec: dict[str, Any], method: Method, task: Task, federation: Federation, seed: int, device: str) -> Cell:
+    """The test error of every client with a method, or why it failed.
+
+    Args:
+        spec: Table of the experiment.
+        method: The method.
+        task: What is learnt.
+        federation: The clients.
+        seed: Of the run.
+        device: "auto", "cpu" or "cuda".
+    """
     begin = time.process_time()
     try:
         done = fit(method, task, federation, rounds=spec["rounds"], seed=seed, device=device, evaluations=1)
@@ -118,7 +133,7 @@ def _one(spec: dict[str, Any], method: Method, task: Task, federation: Federatio
 def _beside(spec: dict[str, Any], table: str, seed: int) -> Cell:
     """MixedLM, and the seconds that random effects take on the same machine, once everything is loaded."""
     federation, task = _data(table, seed)
-    ours = [_one(spec, MixedEffects(), task, federation, seed, "cpu")["seconds"] for _ in range(3)]
+    ours = [trained(spec, MixedEffects(), task, federation, seed, "cpu")["seconds"] for _ in range(3)]
     return {**mixed_lm(federation, spec["limit"]), "ours": min(ours)}
 
 
