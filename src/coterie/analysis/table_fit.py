@@ -152,7 +152,7 @@ def fit_table(
         with quietly():
             ways = tuple(scored(name, methods[name], task, train, new, options) for name in names)
             _next(bar, "training on all rows")
-            whole = Federation.from_table(rows.frame, client, target, test=0, preparation=train.preparation)
+            whole = Federation.from_table(frame, client, target, test=0, preparation=train.preparation)
             kept = {"evaluations": 1, **options}
             final = fit(methods[recommended], task, whole, out=_below(out, MODEL), **kept)
             _next(bar, "explaining groups")

@@ -76,9 +76,10 @@ class ColumnSums:
         number = as_numbers(values)
         known = np.isfinite(number)
         x, y = number[known], target[known]
-        line = np.array([x.sum(), (x * x).sum(), (x * y).sum(), y.sum(), (y * y).sum()])
         logs = np.log(x[x > 0])
-        powers = np.array([[(z**p).sum() for p in (1, 2, 3)] for z in (x, logs)])
+        with np.errstate(over="ignore", invalid="ignore"):  # `squarable` tells
+            line = np.array([x.sum(), (x * x).sum(), (x * y).sum(), y.sum(), (y * y).sum()])
+            powers = np.array([[(z**p).sum() for p in (1, 2, 3)] for z in (x, logs)])
         whole = bool((x == np.round(x)).all())
         words = values[values.notna() & ~known] if not pd.api.types.is_numeric_dtype(values) else values[:0]
         text = words.astype(str)
@@ -112,6 +113,11 @@ class ColumnSums:
     def known(self) -> int:
         """Values that are there."""
         return self.numbers + self.words
+
+    @property
+    def squarable(self) -> bool:
+        """Whether numbers are small enough to be computed with."""
+        return bool(np.isfinite(self.powers[0, :2]).all())
 
     @property
     def skewed(self) -> bool:

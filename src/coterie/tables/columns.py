@@ -32,6 +32,9 @@ UNCLEAR = {  # what a value looks like, and what to do about it
     r"^\d{1,2}[./]\d{1,2}[./]\d{2,4}$": "holds dates such as {}, where day and month may be confused; write 2024-12-31",
     r"^-?\d+,\d+$": "holds numbers with a decimal comma such as {}; write a point",
 }
+DECORATED = re.compile(  # a number with a currency, a percent sign, or something between thousands
+    r"^[-+]?[$€£¥]?\s?[-+]?(\d{1,3}([,.' \u00a0\u202f]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£¥]?$"
+)
 YES_NO = ({"yes", "no"}, {"y", "n"}, {"true", "false"}, {"t", "f"})
 
 
@@ -152,7 +155,8 @@ def recognise(name: str, sums: ColumnSums) -> Recognised:
     """
     if not sums.known:
         return Recognised(None, (f"column '{name}' has no values: it is left out",))
-    notes = [f"column '{name}': {_times(sums.rows - sums.known)} filled in"] if sums.known < sums.rows else []
+    missing = sums.rows - sums.known
+    notes = [f"column '{name}': {missing:,} of {sums.rows:,} values are missing, and filled in"] if missing else []
     if sums.native or sums.dates >= MOSTLY * sums.known:
         return Recognised(Date(name), tuple(notes))
     if sums.numbers >= MOSTLY * sums.known:
@@ -163,6 +167,8 @@ def recognise(name: str, sums: ColumnSums) -> Recognised:
 
 
 def _number(name: str, sums: ColumnSums, notes: list[str]) -> Recognised:
+    if not sums.squarable:
+        return Recognised(None, (f"column '{name}' holds numbers too large to be squared: it is left out",))
     if sums.levels is not None and len(sums.levels) == 1:
         return Recognised(None, (f"column '{name}' is the same in all rows: it is left out",))
     if sums.levels is not None and 3 <= len(sums.levels) <= CODES and sums.curved > CURVED:
@@ -184,6 +190,8 @@ def _words(name: str, sums: ColumnSums, notes: list[str]) -> Recognised:
     if levels is None or len(levels) > max(LEVELS, NAMES * sums.known):
         many = f"over {COUNTED:,}" if levels is None else f"{len(levels):,}"
         hint = "it is left out as a name or free text; give it fewer values to have it used"
+        if DECORATED.match(sums.sample):
+            hint = f"it is left out; if '{sums.sample}' is a number, write digits and a decimal point only"
         return Recognised(None, (f"column '{name}' has {many} different words in {sums.known:,} rows: {hint}",))
     if len(levels) == 1:
         return Recognised(None, (f"column '{name}' is the same in all rows: it is left out",))
