@@ -240,7 +240,7 @@ def test_the_kernel_does_what_descend_does(rows, prox):
     work, head, by = tree_map(lambda v: v.cuda(), work), Head("w", "b"), Descend(5, prox=prox)
     assert fits(head, work)
     fast = descend_on_chip(head, by, work)
-    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, False), by, work)
+    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, squared=False, logits=False), by, work)
     for a, b in zip(leaves(fast), leaves(slow), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 

@@ -82,7 +82,7 @@ class Layout:
             kind: What the target is: "number", "log", "classes", or "auto".
         """
         what = Target.of(target, sums.target, kind)
-        found = [recognise(name, own) for name, own in sums.columns.items()]
+        found = [recognise(name, own, what.log) for name, own in sums.columns.items()]
         columns = tuple(each.column for each in found if each.column is not None)
         notes = tuple(note for each in found for note in each.notes)
         if what.log and kind == "auto":
