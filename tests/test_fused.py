@@ -64,7 +64,9 @@ def after(executor, algorithm, task, federation, rounds):
      ct.FedAvg(prox=0.5), ct.LocalOnly(), ct.IFCA(2, average="gradient", init=SHORT, weights="size")],
     ids=["ifca", "patient", "restarts", "fedprox", "local", "gradient"],
 )  # fmt: skip
-@pytest.mark.parametrize("module", [deep(64, 10), ct.models.MLP(64, 32, 10)], ids=["traced", "by-hand"])
+@pytest.mark.parametrize(
+    "module", [deep(64, 10), ct.models.MLP(64, 32, 10), ct.models.Linear(64, 10)], ids=["traced", "by-hand", "logits"]
+)
 def test_ten_rounds_on_ragged_clients_equal_the_reference(algorithm, module, ragged):
     task = ct.Task.classifier(module)
     models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 10)

@@ -11,7 +11,7 @@ import pytest
 import coterie as ct
 from coterie.storage.scales import Moments, Scale
 from coterie.tables.column_sums import ColumnSums
-from coterie.tables.columns import Category, Date, Number, Tags, recognise
+from coterie.tables.columns import Category, Date, Log, Number, Tags, recognise
 from coterie.tables.preparation import Layout, Preparation, TableSums
 from coterie.tables.reading import read_table
 
@@ -58,6 +58,33 @@ def test_whole_numbers_stay_numbers_where_a_line_is_good():
     frame = shops().assign(age=np.arange(400) % 20)
     frame["sales"] += 2 * frame["age"]
     assert isinstance(kinds(frame)[0]["age"], Number)
+
+
+def test_skewed_columns_above_0_are_logarithms():
+    rng = np.random.default_rng(0)
+    frame = shops().assign(income=np.exp(rng.normal(10, 1, 400)), height=rng.normal(170, 30, 400))
+    found, notes = kinds(frame)
+    assert found["income"] == Log("income") and isinstance(found["height"], Number)
+    assert any("'income' is above 0, and skewed: its logarithm is used" in note for note in notes)
+    prepared = Preparation.of_table(frame, "shop", "sales")
+    assert "log income" in prepared.names
+    at = prepared.names.index("log income")
+    x = prepared.features(frame)[:, at]
+    assert np.corrcoef(x, np.log(frame["income"]))[0, 1] == pytest.approx(1)
+    assert prepared.features(frame.head(1).assign(income=-1.0))[0, at] == 0  # as a missing value
+    restored = Preparation.from_plain(json.loads(json.dumps(prepared.plain())))
+    assert (restored.features(frame) == prepared.features(frame)).all() and restored.notes == prepared.notes
+
+
+def test_where_effects_multiply_numbers_above_0_are_logarithms():
+    rng = np.random.default_rng(0)
+    size, year = rng.uniform(1, 9, 400), rng.integers(1900, 2000, 400)
+    frame = shops().assign(size=size, year=year, age=np.arange(400) % 20 + 1, sales=size**2 * np.exp(rng.normal(size=400)))
+    found, _ = kinds(frame)
+    assert found["size"] == Log("size")
+    assert isinstance(found["year"], Number)  # deviates by 2 % of its mean: nothing would change
+    assert not isinstance(found["age"], Log)  # few whole numbers
+    assert isinstance(kinds(frame.assign(sales=np.log(frame["sales"])))[0]["size"], Number)
 
 
 def test_numbers_are_read_among_a_few_words():
