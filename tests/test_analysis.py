@@ -88,6 +88,17 @@ def test_a_method_may_be_given(table):
         ct.fit_table(table.rows, "store", "sales", model="tree")
 
 
+def test_what_is_left_out_is_told_once(table):
+    rows = table.rows[["store", "price", "sales"]].head(300)
+    rows.loc[5:7, "sales"] = np.nan
+    rows.loc[9, "store"] = None
+    rows.loc[300] = ["lonely", 1.0, 2.0]
+    found = ct.fit_table(rows, "store", "sales", method="fedx", k=2)
+    notes = found.preparation.notes
+    for said in ("1 row without a client left out", "3 rows without a target left out", "1 client has one row only"):
+        assert sum(said in note for note in notes) == 1, notes
+
+
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +156,19 @@ def test_bad_folders(folder, tmp_path, table):
         (copy / "model").symlink_to(folder / "model")
         with pytest.raises(ValueError, match=name):
             predict_table(copy, table.rows)
+
+
+def test_names_neither_steer_the_terminal_nor_are_formulas(coterie, table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = table.rows[["store", "price", "display", "sales"]].head(500)
+    rows = rows.rename(columns={"price": "US$ \x1b[2J^ of A$", "sales": "$_^$"})
+    rows["store"] = "[/b]\x1b[31m" + rows["store"]
+    rows.to_csv("evil.csv", index=False)
+    code, out, err = coterie("fit", "evil.csv", "--client", "store", "--target", "$_^$", "--method", "fedx", "--k", "2")
+    assert code == 0 and not err and r"US$ \x1b[2J^ of A$" in out, err
+    out += coterie("assign", "runs/evil", "evil.csv")[1] + coterie("predict", "runs/evil", "evil.csv")[1]
+    out += coterie("fit", "evil.csv", "--client", "\x1b[2J", "--target", "$_^$")[2]
+    assert "\x1b" not in out + (tmp_path / "runs/evil/report.md").read_text() and r"[/b]\x1b[31mstore 000" in out
 
 
 def test_a_table_with_other_columns_is_refused(folder, table):

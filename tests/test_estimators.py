@@ -372,6 +372,7 @@ def test_a_sample_follows_from_names_and_seed_and_cuts_large_clients_down():
     turned = sampled(ct.Federation.from_clients(clients[::-1], ids=names[::-1]), 500, seed=0)
     assert sorted(turned.ids) == sorted(some.ids) and sampled(federation, 500, seed=1).ids != some.ids
     assert sampled(federation, 5000, seed=0) is federation
+    assert len(sampled(federation, 5000, seed=0, products=1)) == 50
     few = sampled(federation.select([0, 1, 2]), 60, seed=0)
     assert few.train.sizes.tolist() == [20, 10, 10]
     assert len(set(few.train.client(0)[1].tolist())) == 20  # different rows

@@ -64,7 +64,9 @@ def after(executor, algorithm, task, federation, rounds):
      ct.FedAvg(prox=0.5), ct.LocalOnly(), ct.IFCA(2, average="gradient", init=SHORT, weights="size")],
     ids=["ifca", "patient", "restarts", "fedprox", "local", "gradient"],
 )  # fmt: skip
-@pytest.mark.parametrize("module", [deep(64, 10), ct.models.MLP(64, 32, 10)], ids=["traced", "by-hand"])
+@pytest.mark.parametrize(
+    "module", [deep(64, 10), ct.models.MLP(64, 32, 10), ct.models.Linear(64, 10)], ids=["traced", "by-hand", "logits"]
+)
 def test_ten_rounds_on_ragged_clients_equal_the_reference(algorithm, module, ragged):
     task = ct.Task.classifier(module)
     models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 10)
@@ -240,7 +242,7 @@ def test_the_kernel_does_what_descend_does(rows, prox):
     work, head, by = tree_map(lambda v: v.cuda(), work), Head("w", "b"), Descend(5, prox=prox)
     assert fits(head, work)
     fast = descend_on_chip(head, by, work)
-    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, False), by, work)
+    slow = descend(FirstLinear("W", "b0", lambda *a: a[1], head, squared=False, logits=False), by, work)
     for a, b in zip(leaves(fast), leaves(slow), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 

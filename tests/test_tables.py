@@ -11,7 +11,7 @@ import pytest
 import coterie as ct
 from coterie.storage.scales import Moments, Scale
 from coterie.tables.column_sums import ColumnSums
-from coterie.tables.columns import Category, Date, Number, Tags, recognise
+from coterie.tables.columns import Category, Date, Log, Number, Tags, recognise
 from coterie.tables.preparation import Layout, Preparation, TableSums
 from coterie.tables.reading import read_table
 
@@ -60,6 +60,33 @@ def test_whole_numbers_stay_numbers_where_a_line_is_good():
     assert isinstance(kinds(frame)[0]["age"], Number)
 
 
+def test_skewed_columns_above_0_are_logarithms():
+    rng = np.random.default_rng(0)
+    frame = shops().assign(income=np.exp(rng.normal(10, 1, 400)), height=rng.normal(170, 30, 400))
+    found, notes = kinds(frame)
+    assert found["income"] == Log("income") and isinstance(found["height"], Number)
+    assert any("'income' is above 0, and skewed: its logarithm is used" in note for note in notes)
+    prepared = Preparation.of_table(frame, "shop", "sales")
+    assert "log income" in prepared.names
+    at = prepared.names.index("log income")
+    x = prepared.features(frame)[:, at]
+    assert np.corrcoef(x, np.log(frame["income"]))[0, 1] == pytest.approx(1)
+    assert prepared.features(frame.head(1).assign(income=-1.0))[0, at] == 0  # as a missing value
+    restored = Preparation.from_plain(json.loads(json.dumps(prepared.plain())))
+    assert (restored.features(frame) == prepared.features(frame)).all() and restored.notes == prepared.notes
+
+
+def test_where_effects_multiply_numbers_above_0_are_logarithms():
+    rng = np.random.default_rng(0)
+    size, year = rng.uniform(1, 9, 400), rng.integers(1900, 2000, 400)
+    frame = shops().assign(size=size, year=year, age=np.arange(400) % 20 + 1, sales=size**2 * np.exp(rng.normal(size=400)))
+    found, _ = kinds(frame)
+    assert found["size"] == Log("size")
+    assert isinstance(found["year"], Number)  # deviates by 2 % of its mean: nothing would change
+    assert not isinstance(found["age"], Log)  # few whole numbers
+    assert isinstance(kinds(frame.assign(sales=np.log(frame["sales"])))[0]["size"], Number)
+
+
 def test_numbers_are_read_among_a_few_words():
     values = pd.Series(["1.5", "2.5", "n/a!"] * 1 + ["3.0"] * 97)
     found = recognise("x", ColumnSums.of(values, np.zeros(100)))
@@ -99,7 +126,7 @@ def test_missing_values_are_the_mean_and_are_told():
     federation = ct.Federation.from_table(frame, "shop", "sales", test=0)
     price = federation.train.x[:, federation.columns.index("price")]
     assert int((price == 0).sum()) == 101
-    assert "column 'price': 101 values filled in" in federation.preparation.notes
+    assert "column 'price': 101 of 400 values are missing, and filled in" in federation.preparation.notes
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -280,12 +307,13 @@ GZIP, XZ = (pack(b"a,b,c\n" + b"1,2,3\n" * 5000)[:-20] for pack in (gzip.compres
         ("a,b,a\n1,2,3\n", "t.csv", "two columns are called 'a'"),
         ("a,b,c\n", "t.csv", "has a header and no rows"),
         ("", "t.csv", "has no header"),
+        ("a:b:c\n1:2:3\n", "t.csv", "one column only, 'a:b:c': columns must be separated by commas"),
         ("a,b,c\n1,2,ü\n".encode("latin-1"), "t.csv", "is not UTF-8"),
         (GZIP, "t.csv.gz", "damaged or cut off"),
         (XZ, "t.csv.xz", "damaged or cut off"),
         ("a,b,c\n1,2,3\n", "t.xlsx", "a table must be .csv"),
     ],
-    ids=range(10),  # what is packed has the time in it
+    ids=range(11),  # what is packed has the time in it
 )
 def test_bad_files(tmp_path, text, name, message):
     with pytest.raises(ValueError, match=r"^.+$") as error:
@@ -296,3 +324,51 @@ def test_bad_files(tmp_path, text, name, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="there is no such file"):
         read_table(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match="is a folder, not a table"):
+        read_table(tmp_path)
+
+
+def test_a_header_may_have_quoted_separators_and_line_ends(tmp_path):
+    frame = read_table(write(tmp_path, '"price, net, EUR";"two\nlines"\n1;2\n', "t.csv"))
+    assert list(frame.columns) == ["price, net, EUR", "two\nlines"] and len(frame) == 1
+
+
+@pytest.mark.parametrize("value", ["1,234.50", "$7.25", "12 %", "1.234.567,8"])
+def test_numbers_that_are_not_plain_are_no_free_text(value):
+    words = pd.Series([value] + [f"word {i}" for i in range(99)])
+    found = recognise("x", ColumnSums.of(words, np.zeros(100)))
+    assert found.column is None and f"if '{value}' is a number, write digits" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([f"{i},5" for i in range(8)], "holds '0,5': if it is a number, write digits and a decimal point only"),
+        (["?", *range(150)], "holds numbers, but for 2 values such as '?'"),
+        ([1e300, 1.0, 2.0], "holds numbers too large to be squared"),
+        ([1e12, 1e12 + 0.25, 1e12 - 0.25], "varies by less than a millionth of its size"),
+        ([1.0, np.inf, 2.5, 3.0], "is infinite or no number in 1 row"),
+    ],
+)
+def test_bad_targets(values, message):
+    rows = pd.DataFrame({"shop": ["a", "b"] * 150, "price": np.arange(300), "sales": (values * 300)[:300]})
+    with pytest.raises(ValueError, match=r"^target 'sales'") as error:
+        ct.Federation.from_table(rows if "infinite" not in message else rows.iloc[:4], "shop", "sales", test=0)
+    assert message in str(error.value)
+
+
+def test_classes_may_look_like_numbers_if_that_is_said():
+    rows = pd.DataFrame({"shop": ["a", "b"] * 30, "price": np.arange(60), "grade": ["1,3", "1,7", "2,0"] * 20})
+    assert ct.Federation.from_table(rows, "shop", "grade", kind="classes").preparation.target.classes[0] == "1,3"
+
+
+def test_columns_too_large_or_too_flat_are_left_out_with_a_note():
+    frame = shops().assign(big=1e300, flat=1e12)
+    frame.loc[::2, "big"] = -1e300
+    frame.loc[::2, "flat"] += 0.25
+    federation = ct.Federation.from_table(frame, "shop", "sales")
+    assert {"big", "flat"}.isdisjoint(federation.columns)
+    said = " ".join(federation.preparation.notes)
+    assert "'big' holds numbers too large to be squared" in said and "'flat' varies by less than a millionth" in said
+    far = federation.preparation.features(shops(5).assign(big=0, flat=0, price=1e300))
+    assert np.isfinite(far).all()

@@ -14,6 +14,7 @@ from coterie.analysis.ways import Way
 from coterie.methods.mixed_effects import MixedEffects
 from coterie.runs import plots
 from coterie.runs.comparison import Figure
+from coterie.storage.names import printable
 from coterie.storage.snapshot import write_text
 from coterie.tables.columns import Category
 
@@ -67,7 +68,7 @@ def write_report(found: TableFit, folder: Path) -> Path:
         page += ["## Attributes of clients", _markdown(_associations(found))]
     if found.preparation.notes:
         page += ["## The table", "\n".join(f"- {note}" for note in found.preparation.notes)]
-    write_text(folder / "report.md", "\n\n".join(part for part in page if part) + "\n")
+    write_text(folder / "report.md", printable("\n\n".join(part for part in page if part)) + "\n")
     return folder / "report.md"
 
 
@@ -224,6 +225,7 @@ def _plus_minus(figure: Figure) -> str:
 
 
 def _columns_of(rows: Table) -> str:
+    rows = [[cell.replace("\n", " ") for cell in row] for row in rows]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(wide[0]), *map(str.rjust, row[1:], wide[1:])]).rstrip() for row in rows]
     return "\n".join(lines)
@@ -231,7 +233,7 @@ def _columns_of(rows: Table) -> str:
 
 def _markdown(rows: Table) -> str:
     def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
 
     rule = "|---|" + "".join("--:|" if _is_figure(column) else "---|" for column in list(zip(*rows, strict=True))[1:])
     return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
@@ -261,7 +263,7 @@ def draw_scores(found: TableFit, path: Path) -> None:
     _cut(axes, found)
     axes.set_yticks(range(len(found.ways)), [f"{w.name}{' *' * (w.name == found.recommended)}" for w in found.ways])
     axes.invert_yaxis()
-    axes.set_xlabel(_axis(found))
+    axes.set_xlabel(_axis(found), parse_math=False)
     fig.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8)
     plots.tidy(axes)
     plots.save(fig, path)
@@ -275,6 +277,8 @@ def _cut(axes: Any, found: TableFit) -> None:
     if max(mean for _, mean in means) <= end:
         return
     shown = max(mean for _, mean in means if mean <= end)
+    if shown <= 0:  # all but the far ones make no error
+        return
     axes.set_xlim(0, 1.2 * shown)
     for y, mean in means:
         if mean > end:
@@ -286,7 +290,7 @@ def _axis(found: TableFit) -> str:
     return (
         "accuracy"
         if metric == "accuracy"
-        else f"mean squared error of {found.preparation.target.name}, of its variance"
+        else f"mean squared error of {printable(found.preparation.target.name)}, of its variance"
     )
 
 
@@ -304,7 +308,7 @@ def draw_differences(found: TableFit, path: Path) -> None:
         own = fig.add_subplot(grid[i, 1])
         for j, value in enumerate(dependence.value):
             own.plot(dependence.at, value, color=plots.colour(j), lw=2)
-        own.set_xlabel(dependence.name, fontsize=8)
+        own.set_xlabel(printable(dependence.name), fontsize=8, parse_math=False)
         plots.tidy(own)
     plots.save(fig, path)
 
@@ -322,13 +326,15 @@ def _bars(axes: Any, different: Differences, shown: list[int], found: TableFit) 
         axes.errorbar((different.value[j] * unit)[shown], at, xerr=error, fmt="o", ms=4, capsize=2,
                       color=plots.colour(j), label=f"group {j}")  # fmt: skip
     axes.axvline(0, color=plots.INK, lw=0.7)
-    axes.set_yticks(range(len(shown)), [different.names[c] for c in shown], fontsize=8)
+    names = [printable(different.names[c]) for c in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=8, parse_math=False)  # a name may have dollars
     axes.invert_yaxis()
-    name = own.target.told
+    name = printable(own.target.told)
     axes.set_xlabel(
         "rise of the loss if the column is shuffled"
         if different.error is None
-        else f"deviations of {name} for one deviation of the column"
+        else f"deviations of {name} for one deviation of the column",
+        parse_math=False,
     )
     axes.legend(frameon=False, fontsize=8)
     plots.tidy(axes)

@@ -26,7 +26,7 @@ from coterie.runs.comparison import Comparison
 from coterie.runs.fit import fit
 from coterie.runs.group_count import GroupCount, count_groups
 from coterie.runs.run import Run
-from coterie.runs.sampling import sampled
+from coterie.runs.sampling import PRODUCTS, sampled
 from coterie.storage.packed import Packed
 from coterie.tables.preparation import Preparation
 from coterie.tables.rows import Rows, as_pandas, usable
@@ -138,7 +138,7 @@ def fit_table(
     train.check(task)
     options = {"rounds": rounds, "seed": seed, "device": device}
     with counting("looking for groups", STAGES, 0) as bar:
-        groups = _groups(k, task, sampled(train, COMPARED, seed), options)
+        groups = _groups(k, task, sampled(train, COMPARED, seed, products=PRODUCTS), options)
         _next(bar, "comparing ways to share")
         if method == "auto":
             comparison = _compared(task, train, groups, k, jobs, options)
@@ -152,7 +152,7 @@ def fit_table(
         with quietly():
             ways = tuple(scored(name, methods[name], task, train, new, options) for name in names)
             _next(bar, "training on all rows")
-            whole = Federation.from_table(rows.frame, client, target, test=0, preparation=train.preparation)
+            whole = Federation.from_table(frame, client, target, test=0, preparation=train.preparation)
             kept = {"evaluations": 1, **options}
             final = fit(methods[recommended], task, whole, out=_below(out, MODEL), **kept)
             _next(bar, "explaining groups")
@@ -239,7 +239,7 @@ def _compared(
     task: Task, train: Federation, groups: GroupCount | None, k: int | str, jobs: int | None, options: dict[str, Any]
 ) -> Comparison:
     rows = COMPARED if groups is not None else BY_STEPS
-    some = replace(sampled(train, rows, options["seed"]), test=None)
+    some = replace(sampled(train, rows, options["seed"], products=PRODUCTS), test=None)
     most = k if isinstance(k, int) else MOST
     ways = ways_to_share(task, some, groups and groups.count, most)
     return compare(ways, task, some, new=NEW, few=FEW, jobs=jobs, **options)

@@ -20,6 +20,7 @@ from coterie.cli.files import read_toml
 from coterie.cli.options import Device, Json
 from coterie.cli.values import name_and_value, parse_value
 from coterie.engines import ranks
+from coterie.storage.names import printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -160,7 +161,7 @@ def main() -> None:
         try:
             app()
         except (ValueError, OSError) as error:
-            sys.stderr.write(f"coterie: {error}\n")
+            sys.stderr.write(f"coterie: {printable(str(error))}\n")
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None

@@ -22,6 +22,7 @@ from coterie.core.model_tree import drawn
 from coterie.runs.compare import Group, Spread
 from coterie.runs.folder import read_config, read_history, read_result
 from coterie.runs.view import View
+from coterie.storage.names import printable
 
 console = Console()
 PAUSE = 1.0  # seconds between two looks at a run that is watched
@@ -213,7 +214,7 @@ def assigned(found: list[dict[str, Any]]) -> None:
     cluster = "group" if "group" in found[0] else "cluster"
     table = _table("client", ">rows", f">{cluster}")
     for row in found:
-        table.add_row(row["client"], str(row["rows"]), str(row[cluster]))
+        table.add_row(Text(printable(row["client"])), str(row["rows"]), str(row[cluster]))
     console.print(table)
 
 
@@ -223,7 +224,7 @@ def _assigned_points(found: list[dict[str, Any]]) -> Table:
         clients = Counter(row["client"] for row in found if row["cluster"] == j)
         more = f" and {len(clients) - 4} more" if len(clients) > 4 else ""
         listed = ", ".join(f"{name} ({n})" for name, n in clients.most_common(4))
-        table.add_row(str(j), str(clients.total()), listed + more)
+        table.add_row(str(j), str(clients.total()), Text(printable(listed + more)))
     return table
 
 
@@ -233,7 +234,7 @@ def text(content: str) -> None:
     Args:
         content: The text.
     """
-    console.print(content, highlight=False, markup=False, soft_wrap=True)
+    console.print(printable(content), highlight=False, markup=False, soft_wrap=True)
 
 
 def experiment(result: dict[str, Any]) -> None:

@@ -185,9 +185,10 @@ class Federation:
         names, code = rows.by_client()
         x, (y, known) = own.features(rows.frame), own.targets(rows.frame)
         if not known.all():
-            raise ValueError(f"target '{target}' is no number in {int((~known).sum()):,} rows")
+            lost = int((~known).sum())
+            raise ValueError(f"target '{target}' is infinite or no number in {lost:,} row{'s' * (lost > 1)}")
         train, tests = (_by_client(x, y, code, part, len(names)) for part in (~held, held))
-        described = replace(own, layout=replace(own.layout, notes=(*rows.notes, *own.notes)))
+        described = replace(own, about_rows=rows.notes)
         return cls(train, tests if held.any() else None, ids=names, columns=own.names, preparation=described)
 
     @classmethod

@@ -34,6 +34,7 @@ class FirstLinear(NamedTuple):
         loss: `loss(rest, z, y) -> (n,)`: the loss of each row, from the other parameters and z (n, h).
         head: Set if what comes after is a `Head`.
         squared: Whether nothing comes after, and the loss is (y - z)².
+        logits: Whether nothing comes after, and the loss is the cross-entropy of z.
     """
 
     weight: str
@@ -41,6 +42,7 @@ class FirstLinear(NamedTuple):
     loss: Callable[[Params, Tensor, Tensor], Tensor]
     head: Head | None
     squared: bool
+    logits: bool
 
 
 class _Given(nn.Module):
@@ -90,7 +92,7 @@ def _split(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tenso
         return None
     if not _same_gradients(module, layer, after, x):
         return None
-    squared = loss is squared_error and _is(after, lambda z: z, [], x)
+    nothing = loss in (squared_error, cross_entropy) and _is(after, lambda z: z, [], x)
     head = _head(after, x, z.shape) if loss is cross_entropy else None
     pure = PureModule(after)
 
@@ -99,7 +101,8 @@ def _split(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tenso
         return loss(pure({**rest, f"{prefix}z": z}, (anything,), {}, z.new_ones(len(z))), y)
 
     bias = f"{prefix}bias" if layer.bias is not None else None
-    return FirstLinear(f"{prefix}weight", bias, rest_loss, head, squared)
+    squared, logits = nothing and loss is squared_error, nothing and loss is cross_entropy
+    return FirstLinear(f"{prefix}weight", bias, rest_loss, head, squared, logits)
 
 
 def _drawn(shape: torch.Size) -> list[Tensor]:

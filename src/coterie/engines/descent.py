@@ -128,6 +128,8 @@ def gradients_of(split: FirstLinear) -> Gradients:
     """By hand where little comes after z, else by automatic differentiation."""
     if split.squared:
         return _squared_gradients
+    if split.logits:
+        return _logit_gradients
     if split.head is not None:
         return _head_gradients(split.head)
     return _traced_gradients(split)
@@ -140,6 +142,22 @@ def _squared_gradients(rest: Params, z: Tensor, y: Tensor, shares: Tensor) -> tu
     return 2 * at_z, {}, (at_z * off).sum((1, 2))
 
 
+def _logit_gradients(rest: Params, z: Tensor, y: Tensor, shares: Tensor) -> tuple[Tensor, Params, Tensor]:
+    """Of the cross-entropy of z."""
+    at_z, loss = _cross_entropy(z - z.amax(2, keepdim=True), y, shares)
+    return at_z, {}, loss
+
+
+def _cross_entropy(out: Tensor, y: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient at logits (b, n, classes) that are 0 at most, and the loss (b,)."""
+    own, odds = out.gather(2, y[..., None]), out.exp()  # torch's log_softmax is slow for few classes
+    all_odds = odds.sum(2, keepdim=True)
+    loss = ((all_odds.log() - own)[..., 0] * shares).sum(1)
+    at_out = odds.div_(all_odds).scatter_add_(2, y[..., None], own.new_full(own.shape, -1))
+    at_out *= shares[..., None]
+    return at_out, loss
+
+
 def _head_gradients(head: Head) -> Gradients:
     """Of the cross-entropy of Vᵀrelu(z) + c, in as few passes over z as there can be."""
 
@@ -147,11 +165,7 @@ def _head_gradients(head: Head) -> Gradients:
         weight, active = rest[head.weight], z.relu()
         out = torch.baddbmm(rest[head.bias][:, None], active, weight.transpose(1, 2))
         out -= out.amax(2, keepdim=True)
-        own, odds = out.gather(2, y[..., None]), out.exp()  # torch's log_softmax is slow for few classes
-        all_odds = odds.sum(2, keepdim=True)
-        loss = ((all_odds.log() - own)[..., 0] * shares).sum(1)
-        at_out = odds.div_(all_odds).scatter_add_(2, y[..., None], own.new_full(own.shape, -1))
-        at_out *= shares[..., None]
+        at_out, loss = _cross_entropy(out, y, shares)
         at_z = torch.bmm(at_out, weight)
         torch.ops.aten.threshold_backward.grad_input(at_z, active, 0, grad_input=at_z)
         return at_z, {head.weight: torch.bmm(at_out.transpose(1, 2), active), head.bias: at_out.sum(1)}, loss

@@ -20,7 +20,7 @@ from coterie.runs.candidates import ALONE, LR, Simplicity, bearable, candidates,
 from coterie.runs.choosing import choose_k, compare, with_k
 from coterie.runs.comparison import Comparison
 from coterie.runs.group_count import count_groups
-from coterie.runs.sampling import sampled
+from coterie.runs.sampling import PRODUCTS, sampled
 
 ROWS = 50_000  # training rows at most on which candidates are compared
 SPLITS, FEWER = 4, 2  # of a comparison, and of one with more than a quarter of these rows
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
     def compared(self) -> tuple[Task, Federation]:
         """On what candidates are compared."""
-        return self.task, sampled(self.federation, ROWS, self.seed)
+        return self.task, sampled(self.federation, ROWS, self.seed, PRODUCTS if self.linear else None)
 
     def options(self) -> dict[str, Any]:
         """Those of `compare`."""

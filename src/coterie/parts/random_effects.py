@@ -228,16 +228,23 @@ def contribution(mixture: Mixture, rows: Rows, found: Posterior) -> dict[str, An
         second, curve = u.square() + found.given.diagonal(), along(z, u).square() + found.given.variances(z)
         alone = {"second": pooled(second), "curve": pooled(curve.sum(-1)), "lift": pooled(lift.sum(-1))}
         return total | alone | {"information": known}
-    second = u[..., :, None] * u[..., None, :] + found.given.covariance()  # E uuᵀ
+    second = _second(w, u, found.given.covariance())
     weighed = w[..., None, None] * phi
     beside = torch.cat([phi.expand_as(weighed), z * u[..., None, :], off[..., None]], -1)
     return total | {
-        "second": pooled(second),
+        "second": second,
         "normal": Outer(weighed, beside),  # φᵀφ, φᵀφL diag(u) and φᵀr (f, k, d, 2d + 1)
-        "curve": pooled((z.mT @ z) * second),
+        "curve": (z.mT @ z) * second,
         "lift": pooled(lift),
         "information": Outer(w[..., None, None] * fisher.left, fisher.right.expand(*w.shape, -1, -1)),
     }
+
+
+def _second(w: Tensor, u: Tensor, covariance: Tensor) -> Tensor:
+    """E uuᵀ (f, h, d, d), by how likely the client is of each component; where all share Σ, of none by itself."""
+    if covariance.shape[1] > 1:
+        return w[..., None, None] * (u[..., :, None] * u[..., None, :] + covariance)
+    return ((w[..., None] * u).mT @ u + w.sum(-1)[:, None, None] * covariance[:, 0])[:, None]
 
 
 def turned(mixture: Mixture, t: int) -> Mixture:

@@ -12,6 +12,7 @@ from coterie.core.federation import Federation
 from coterie.runs.compare import Group
 from coterie.runs.folder import read_history, read_result
 from coterie.runs.view import View
+from coterie.storage.names import printable
 from coterie.storage.snapshot import atomic
 
 COLOURS = ("#1b6ca8", "#d1495b", "#edae49", "#3f8f5f", "#7a5195", "#5c4d3c", "#2f9e9e", "#9a9a9a")
@@ -196,7 +197,7 @@ def who(axes: Any, view: View) -> None:
 def _names(axes: Any, view: View, labels: np.ndarray, shown: list[int]) -> None:
     """Every client's name beside its cluster."""
     for y, j in enumerate(shown):
-        names = ", ".join(view.names[i] for i in np.flatnonzero(labels == j))
+        names = ", ".join(printable(view.names[i]) for i in np.flatnonzero(labels == j))
         lines = textwrap.wrap(names, 44, max_lines=max(1, 16 // len(shown)), placeholder=" …")
         axes.text(0.02, y, "\n".join(lines), color=colour(j), va="center", fontsize=9, parse_math=False)
     axes.set_xlim(0, 1)

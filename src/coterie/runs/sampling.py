@@ -12,10 +12,11 @@ from coterie.core.key import Key
 from coterie.storage.packed import Packed
 
 WHO, WHICH = 0, 1  # streams under the key of a sample
+PRODUCTS = 500_000  # of columns that a sample for linear models may have
 FEWEST = 50  # clients of a sample, where there are so many: larger ones are cut down before others are left out
 
 
-def sampled(federation: Federation, rows: int, seed: int) -> Federation:
+def sampled(federation: Federation, rows: int, seed: int, products: int | None = None) -> Federation:
     """Whole clients that have about so many training rows together; all clients if they have no more.
 
     Who is taken follows from the clients' names and the seed. Clients with more than a fiftieth of `rows` (with fewer
@@ -26,6 +27,8 @@ def sampled(federation: Federation, rows: int, seed: int) -> Federation:
         federation: The clients.
         rows: How many training rows there may be.
         seed: Of the draw.
+        products: How many products of two columns there may be over all clients; None for any number. The time that
+            random effects take grows with these. Fifty clients are taken in any case.
 
     Example:
         >>> import coterie as ct
@@ -34,12 +37,14 @@ def sampled(federation: Federation, rows: int, seed: int) -> Federation:
         >>> len(some), len(some.train.x)
         (60, 1200)
     """
-    sizes = federation.train.sizes
-    if int(sizes.sum()) <= rows:
+    sizes, many = federation.train.sizes, len(federation)
+    if products is not None:
+        many = max(FEWEST, products // federation.train.x[0].numel() ** 2)
+    if int(sizes.sum()) <= rows and len(federation) <= many:
         return federation
     most = max(1, rows // min(FEWEST, len(federation)))
     order = Key.of(seed).fold(WHO).shuffle(federation.numbers)
-    fit = int((sizes[order].clamp(max=most).cumsum(0) <= rows).sum())
+    fit = min(many, int((sizes[order].clamp(max=most).cumsum(0) <= rows).sum()))
     chosen = order[: max(1, fit)].sort().values
     some = federation.select(chosen)
     key = Key.of(seed).fold(WHICH)

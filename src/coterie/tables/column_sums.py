@@ -18,6 +18,7 @@ Series = Any
 
 PER_LEVEL = 10  # rows that a level needs on average, to say that a line is no good
 SKEWED = 1.5  # the skewness from which on a logarithm is tried
+BENT = 0.1  # of the mean: numbers that deviate less from it are nearly on a line with their logarithms
 FEW_NUMBERS = 50  # of which skewness says little
 COUNTED = 10_000  # levels that are counted; with more, the column is a name or free text
 DATE = re.compile(r"^\d{4}-\d{1,2}-\d{1,2}([ T]\d{1,2}:\d{2}.*)?$")
@@ -76,9 +77,10 @@ class ColumnSums:
         number = as_numbers(values)
         known = np.isfinite(number)
         x, y = number[known], target[known]
-        line = np.array([x.sum(), (x * x).sum(), (x * y).sum(), y.sum(), (y * y).sum()])
         logs = np.log(x[x > 0])
-        powers = np.array([[(z**p).sum() for p in (1, 2, 3)] for z in (x, logs)])
+        with np.errstate(over="ignore", invalid="ignore"):  # `squarable` tells
+            line = np.array([x.sum(), (x * x).sum(), (x * y).sum(), y.sum(), (y * y).sum()])
+            powers = np.array([[(z**p).sum() for p in (1, 2, 3)] for z in (x, logs)])
         whole = bool((x == np.round(x)).all())
         words = values[values.notna() & ~known] if not pd.api.types.is_numeric_dtype(values) else values[:0]
         text = words.astype(str)
@@ -114,12 +116,25 @@ class ColumnSums:
         return self.numbers + self.words
 
     @property
+    def squarable(self) -> bool:
+        """Whether numbers are small enough to be computed with."""
+        return bool(np.isfinite(self.powers[0, :2]).all())
+
+    @property
     def skewed(self) -> bool:
         """Whether numbers are all above 0 and stretch far to the right, and their logarithms do not."""
         if self.words or self.numbers < FEW_NUMBERS or self.positive < self.numbers:
             return False
         plain, log = (_skewness(sums, self.numbers) for sums in self.powers)
         return plain > SKEWED and abs(log) < plain / 2
+
+    @property
+    def scattered(self) -> bool:
+        """Whether numbers are all above 0 and deviate so far from their mean that a logarithm bends them."""
+        if self.words or self.numbers < FEW_NUMBERS or self.positive < self.numbers:
+            return False
+        mean, square, _ = self.powers[0] / self.numbers
+        return square - mean**2 > (BENT * mean) ** 2
 
     @property
     def curved(self) -> float:

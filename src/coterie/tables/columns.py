@@ -1,4 +1,4 @@
-"""What a column of a table is (numbers, categories, tags or dates), as sums tell; and the numbers that it becomes."""
+"""What a column of a table is (numbers, their logarithms, categories, tags or dates), as sums tell; and what it becomes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ UNCLEAR = {  # what a value looks like, and what to do about it
     r"^\d{1,2}[./]\d{1,2}[./]\d{2,4}$": "holds dates such as {}, where day and month may be confused; write 2024-12-31",
     r"^-?\d+,\d+$": "holds numbers with a decimal comma such as {}; write a point",
 }
+DECORATED = re.compile(  # a number with a currency, a percent sign, or something between thousands
+    r"^[-+]?[$€£¥]?\s?[-+]?(\d{1,3}([,.' \u00a0\u202f]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£¥]?$"
+)
 YES_NO = ({"yes", "no"}, {"y", "n"}, {"true", "false"}, {"t", "f"})
 
 
@@ -51,6 +54,25 @@ class Number:
         """The values (n, 1), NaN where there is none."""
         number = as_numbers(values)
         return np.where(np.isfinite(number), number, np.nan)[:, None]
+
+
+@dataclass(frozen=True)
+class Log:
+    """A column of numbers above 0 that stretch far to the right, such as populations and incomes: their logarithms."""
+
+    kind: ClassVar[str] = "log"
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the numbers that it becomes."""
+        return (f"log {self.name}",)
+
+    def encode(self, values: Series) -> np.ndarray:
+        """The logarithms (n, 1), NaN where there is no number above 0."""
+        number = as_numbers(values)
+        usable = np.isfinite(number) & (number > 0)
+        return np.where(usable, np.log(np.where(usable, number, 1.0)), np.nan)[:, None]
 
 
 @dataclass(frozen=True)
@@ -132,8 +154,8 @@ class Date:
         return np.column_stack([days, np.cos(year), np.sin(year), np.cos(week), np.sin(week)])
 
 
-Column = Number | Category | Tags | Date
-KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Number, Category, Tags, Date)}
+Column = Number | Log | Category | Tags | Date
+KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Number, Log, Category, Tags, Date)}
 
 
 class Recognised(NamedTuple):
@@ -143,34 +165,44 @@ class Recognised(NamedTuple):
     notes: tuple[str, ...]
 
 
-def recognise(name: str, sums: ColumnSums) -> Recognised:
+def recognise(name: str, sums: ColumnSums, log_target: bool = False) -> Recognised:
     """Tell what a column is.
 
     Args:
         name: Of the column.
         sums: What is known of it.
+        log_target: Whether it is the logarithm of the target that is learnt: then effects multiply, and columns of
+            numbers above 0 are taken as logarithms too, even if they are not skewed.
     """
     if not sums.known:
         return Recognised(None, (f"column '{name}' has no values: it is left out",))
-    notes = [f"column '{name}': {_times(sums.rows - sums.known)} filled in"] if sums.known < sums.rows else []
+    missing = sums.rows - sums.known
+    notes = [f"column '{name}': {missing:,} of {sums.rows:,} values are missing, and filled in"] if missing else []
     if sums.native or sums.dates >= MOSTLY * sums.known:
         return Recognised(Date(name), tuple(notes))
     if sums.numbers >= MOSTLY * sums.known:
         if sums.words:
             notes.append(f"column '{name}' holds numbers, but for {_times(sums.words)} such as '{sums.sample}'")
-        return _number(name, sums, notes)
+        return _number(name, sums, log_target, notes)
     return _words(name, sums, notes)
 
 
-def _number(name: str, sums: ColumnSums, notes: list[str]) -> Recognised:
+def _number(name: str, sums: ColumnSums, log_target: bool, notes: list[str]) -> Recognised:
+    if not sums.squarable:
+        return Recognised(None, (f"column '{name}' holds numbers too large to be squared: it is left out",))
     if sums.levels is not None and len(sums.levels) == 1:
         return Recognised(None, (f"column '{name}' is the same in all rows: it is left out",))
-    if sums.levels is not None and 3 <= len(sums.levels) <= CODES and sums.curved > CURVED:
+    few = sums.levels is not None and len(sums.levels) <= CODES
+    if sums.levels is not None and few and len(sums.levels) > 2 and sums.curved > CURVED:
         notes.append(
             f"column '{name}': its {len(sums.levels)} whole numbers are taken for categories; as numbers they would "
             f"leave out {sums.curved:.0%} of the target's variation"
         )
         return Recognised(_category(name, sums.levels), tuple(notes))
+    if sums.skewed or (log_target and sums.scattered and not few):
+        why = "skewed" if sums.skewed else "the target's logarithm is learnt"
+        notes.append(f"column '{name}' is above 0, and {why}: its logarithm is used")
+        return Recognised(Log(name), tuple(notes))
     return Recognised(Number(name), tuple(notes))
 
 
@@ -184,6 +216,8 @@ def _words(name: str, sums: ColumnSums, notes: list[str]) -> Recognised:
     if levels is None or len(levels) > max(LEVELS, NAMES * sums.known):
         many = f"over {COUNTED:,}" if levels is None else f"{len(levels):,}"
         hint = "it is left out as a name or free text; give it fewer values to have it used"
+        if DECORATED.match(sums.sample):
+            hint = f"it is left out; if '{sums.sample}' is a number, write digits and a decimal point only"
         return Recognised(None, (f"column '{name}' has {many} different words in {sums.known:,} rows: {hint}",))
     if len(levels) == 1:
         return Recognised(None, (f"column '{name}' is the same in all rows: it is left out",))

@@ -10,6 +10,7 @@ A preparation is made in two steps, each of which adds up what the holders of ro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from coterie.tables.column_sums import ColumnSums, Frame, as_numbers, as_words
 from coterie.tables.columns import Column, described, recognise, restored
 from coterie.tables.rows import as_pandas, check_columns
 from coterie.tables.target import Kind, Target
+
+
+FARTHEST = 1e9  # deviations from the mean: beyond, a number of 32 bits has no square
 
 
 class TableSums(NamedTuple):
@@ -78,7 +82,7 @@ class Layout:
             kind: What the target is: "number", "log", "classes", or "auto".
         """
         what = Target.of(target, sums.target, kind)
-        found = [recognise(name, own) for name, own in sums.columns.items()]
+        found = [recognise(name, own, what.log) for name, own in sums.columns.items()]
         columns = tuple(each.column for each in found if each.column is not None)
         notes = tuple(note for each in found for note in each.notes)
         if what.log and kind == "auto":
@@ -113,11 +117,13 @@ class Preparation:
         layout: What the columns are.
         scale: Means and deviations of the numbers that they become.
         used: Which of these are used: those that vary (d,).
+        about_rows: What there is to say about the rows that it was last applied to, such as those that were left out.
     """
 
     layout: Layout
     scale: Scale
     used: np.ndarray
+    about_rows: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, moments: Moments) -> Preparation:
@@ -167,7 +173,16 @@ class Preparation:
     @property
     def notes(self) -> tuple[str, ...]:
         """What there is to say about the table."""
-        return self.layout.notes
+        flat = [c.name for c, own in self._by_column() if not own.any()]
+        told = (f"column '{name}' varies by less than a millionth of its size: it is left out" for name in flat)
+        return (*self.about_rows, *self.layout.notes, *told)
+
+    def _by_column(self) -> Iterator[tuple[Column, np.ndarray]]:
+        """Every column, and which of the numbers that it becomes are used."""
+        at = 0
+        for column in self.layout.columns:
+            yield column, self.used[at : at + len(column.names)]
+            at += len(column.names)
 
     def with_classes(self, classes: tuple[str, ...]) -> Preparation:
         """The same for a target that may have other values, too."""
@@ -176,7 +191,7 @@ class Preparation:
     def features(self, frame: Any) -> np.ndarray:
         """Rows of numbers (n, d) with mean 0 and deviation 1, as of the rows that were summed up; 0 where missing."""
         scaled = self.scale(self.layout.encode(as_pandas(frame)))[:, self.used]
-        return np.nan_to_num(scaled).astype(np.float32)
+        return np.clip(np.nan_to_num(scaled), -FARTHEST, FARTHEST).astype(np.float32)
 
     def targets(self, frame: Any) -> tuple[np.ndarray, np.ndarray]:
         """Targets as a model takes them, and whether there is one (n,)."""
@@ -208,7 +223,8 @@ class Preparation:
             "client": self.layout.client,
             "target": vars(self.target),
             "columns": described(self.layout.columns),
-            "notes": list(self.notes),
+            "notes": list(self.layout.notes),
+            "about_rows": list(self.about_rows),
             "mean": self.scale.mean.tolist(),
             "deviation": self.scale.deviation.tolist(),
             "used": self.used.tolist(),
@@ -220,4 +236,4 @@ class Preparation:
         target = Target(**{**table["target"], "classes": tuple(table["target"]["classes"])})
         layout = Layout(table["client"], target, restored(table["columns"]), tuple(table["notes"]))
         scale = Scale(np.array(table["mean"]), np.array(table["deviation"]))
-        return cls(layout, scale, np.array(table["used"], dtype=bool))
+        return cls(layout, scale, np.array(table["used"], dtype=bool), tuple(table["about_rows"]))

@@ -9,6 +9,7 @@ import lzma
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,8 @@ def read_table(path: str | Path) -> Frame:
         ValueError: The file is not there, damaged, not UTF-8 or not a table; says where.
     """
     file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder, not a table")
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
     suffix = file.with_suffix("").suffix if file.suffix in _OPENERS else file.suffix
@@ -72,19 +75,22 @@ def _separator(path: Path) -> str:
         first = file.readline()
         if not first.strip():
             raise ValueError(f"{path} has no header: its first line is empty")
-        separator = max(_SEPARATORS, key=first.count)
-        names = next(csv.reader([first], delimiter=separator), [])
-        _check_names(path, names)
         csv.field_size_limit(_LONGEST)
-        reader, rows = csv.reader(file, delimiter=separator), 0
+        separator = max(_SEPARATORS, key=lambda by: len(next(csv.reader([first], delimiter=by))))
+        reader, rows = csv.reader(chain([first], file), delimiter=separator), 0
+        names = next(reader)
+        _check_names(path, names)
+        if len(names) == 1:
+            hint = "columns must be separated by commas, semicolons, tabs or bars"
+            raise ValueError(f"{path} has one column only, '{names[0]}': {hint}")
         try:
             for line in reader:
                 if line and len(line) != len(names):
-                    at = reader.line_num + 1
-                    raise ValueError(f"{path}: line {at} has {len(line)} values, the header {len(names)}")
+                    what = f"{len(line):,} value{'s' * (len(line) != 1)}, the header {len(names):,}"
+                    raise ValueError(f"{path}: line {reader.line_num} has {what}")
                 rows += bool(line)
         except csv.Error as error:
-            raise ValueError(f"{path}: line {reader.line_num + 1}: {error}; is a quote never closed?") from None
+            raise ValueError(f"{path}: line {reader.line_num}: {error}; is a quote never closed?") from None
     if not rows:
         raise ValueError(f"{path} has a header and no rows")
     return separator

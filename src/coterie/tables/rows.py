@@ -9,7 +9,7 @@ import numpy as np
 
 from coterie.storage.names import nearest_name
 from coterie.tables.column_sums import ColumnSums, Frame, as_words, distinct_values, in_order
-from coterie.tables.columns import Date, Number, recognise
+from coterie.tables.columns import Date, Log, Number, recognise
 
 CROWDED = 0.5  # clients per row from which on the column is no client's name
 FEW = 20  # rows up to which it may be one all the same
@@ -84,7 +84,7 @@ def _moments(frame: Frame, time: str) -> np.ndarray:
     """When every row was, as a number."""
     check_columns(frame, [time])
     when = recognise(time, ColumnSums.of(frame[time], np.zeros(len(frame)))).column
-    if not isinstance(when, Number | Date):
+    if not isinstance(when, Number | Log | Date):
         raise ValueError(f"time '{time}' must hold numbers or dates")
     moments = when.encode(frame[time])[:, 0]
     if np.isnan(moments).any():
@@ -114,7 +114,8 @@ def _without_row_numbers(frame: Frame, client: str, target: str) -> tuple[Frame,
     nameless = str(first).strip() == "" or str(first).startswith("Unnamed: 0") or str(first) == "rownames"
     if first in (client, target) or not nameless:
         return frame, []
-    return frame.drop(columns=first), [f"column '{first}' counts rows: it is left out"]
+    name = f"column '{first}'" if str(first) == "rownames" else "the first column, which has no name,"
+    return frame.drop(columns=first), [f"{name} counts rows: it is left out"]
 
 
 def as_pandas(frame: Any) -> Frame:

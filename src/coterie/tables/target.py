@@ -8,10 +8,12 @@ from typing import Literal
 import numpy as np
 
 from coterie.tables.column_sums import ColumnSums, Series, as_numbers, as_words, in_order
+from coterie.tables.columns import DECORATED
 
 Kind = Literal["auto", "number", "log", "classes"]
 KINDS = ("auto", "number", "log", "classes")
 CLASSES = 100  # that a target may have
+MOST_WORDS = 0.5  # of the values: with fewer words, the one that is looked at may be an exception among numbers
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,27 @@ class Target:
         if not sums.known:
             raise ValueError(f"target '{name}' has no values")
         two = sums.levels is not None and len(sums.levels) == 2
+        if kind == "auto" and sums.words > MOST_WORDS * sums.known and DECORATED.match(sums.sample):
+            raise ValueError(
+                f"target '{name}' holds '{sums.sample}': if it is a number, write digits and a decimal point only; "
+                "if it is a class, say so by kind 'classes'"
+            )
         if kind == "classes" or (kind == "auto" and (sums.words or two)):
             return cls(name, _classes(name, sums))
         if sums.words:
             raise ValueError(f"target '{name}' holds words such as '{sums.sample}', and is to be a number")
         if kind == "log" and sums.positive < sums.numbers:
             raise ValueError(f"target '{name}' has numbers that are not above 0, which have no logarithm")
+        if not sums.squarable:
+            raise ValueError(f"target '{name}' holds numbers too large to be squared")
         log = kind == "log" or (kind == "auto" and sums.skewed)
         total, squares, _ = sums.powers[int(log)]
         mean = total / sums.numbers
         variance = squares / sums.numbers - mean**2
         if variance <= 1e-12 * max(squares / sums.numbers, np.finfo(float).tiny):
-            raise ValueError(f"target '{name}' has one value only: nothing can be learnt")
+            constant = sums.levels is not None and len(sums.levels) == 1
+            what = "has one value only" if constant else "varies by less than a millionth of its size"
+            raise ValueError(f"target '{name}' {what}: nothing can be learnt")
         return cls(name, (), log, float(mean), float(np.sqrt(variance)))
 
     @classmethod
@@ -106,6 +117,9 @@ def _classes(name: str, sums: ColumnSums) -> tuple[str, ...]:
     """The values of a target in their order."""
     levels = sums.levels
     if levels is None or len(levels) > CLASSES:
+        if sums.numbers > sums.words > 0:
+            lost = f"{sums.words:,} value{'s' * (sums.words > 1)} such as '{sums.sample}'"
+            raise ValueError(f"target '{name}' holds numbers, but for {lost}: leave them empty or correct them")
         many = "too many" if levels is None else f"{len(levels):,}"
         sample = f", such as '{sums.sample}'" if sums.sample else ""
         raise ValueError(
