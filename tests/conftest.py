@@ -29,11 +29,15 @@ REAL = {
 }
 
 
+# Files whose tests look at one run that takes long: each process that has any of them would do it again.
+ONE_RUN = {"test_analysis.py": "one table", "test_notebook.py": "one notebook"}
+
+
 class Together(LoadScopeScheduling):
-    """Tests one by one to whoever is free, but a group of real Flower processes in one place, and these first."""
+    """Tests one by one to whoever is free, but those of a group in one place, and those of real Flower processes first."""
 
     def _split_scope(self, nodeid):
-        return next((group for name, group in REAL.items() if name in nodeid), nodeid)
+        return next((group for name, group in (REAL | ONE_RUN).items() if name in nodeid), nodeid)
 
     def _assign_work_unit(self, node):
         for group in reversed(dict.fromkeys(REAL.values())):
