@@ -1,3 +1,5 @@
+import functools
+import importlib
 import json
 import logging
 import os
@@ -53,6 +55,15 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def _quiet():
     logging.getLogger("coterie").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mnist_is_read_once():
+    """Half a second each time, in many tests; the arrays are never written to."""
+    module = importlib.import_module("coterie.data.mnist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_idx", functools.cache(module._idx))
+        yield
 
 
 @pytest.fixture(scope="session")
