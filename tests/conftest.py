@@ -1,3 +1,5 @@
+import functools
+import importlib
 import json
 import logging
 import os
@@ -29,11 +31,15 @@ REAL = {
 }
 
 
+# Files whose tests look at one run that takes long: each process that has any of them would do it again.
+ONE_RUN = {"test_analysis.py": "one table", "test_notebook.py": "one notebook"}
+
+
 class Together(LoadScopeScheduling):
-    """Tests one by one to whoever is free, but a group of real Flower processes in one place, and these first."""
+    """Tests one by one to whoever is free; those of a group in one place, those of real Flower processes first."""
 
     def _split_scope(self, nodeid):
-        return next((group for name, group in REAL.items() if name in nodeid), nodeid)
+        return next((group for name, group in (REAL | ONE_RUN).items() if name in nodeid), nodeid)
 
     def _assign_work_unit(self, node):
         for group in reversed(dict.fromkeys(REAL.values())):
@@ -49,6 +55,15 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def _quiet():
     logging.getLogger("coterie").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mnist_is_read_once():
+    """Half a second each time, in many tests; the arrays are never written to."""
+    module = importlib.import_module("coterie.data.mnist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_idx", functools.cache(module._idx))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 
 import coterie as ct
 from coterie.cli import show
+from coterie.runs.config import build
 from coterie.runs.metrics import ari
 
 CONFIG = """
@@ -42,6 +44,15 @@ def config(tmp_path):
     path = tmp_path / "ifca.toml"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The folder of a finished run, which tests may only read."""
+    config = build(tomllib.loads(CONFIG))
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    ct.fit(config.algorithm, config.task, config.federation, out=out, **config.run)
+    return out
 
 
 def test_run_show_compare_resume_overwrite(coterie, config, tmp_path):
@@ -177,8 +188,8 @@ def test_assign_labels_every_point(coterie, tmp_path, name, task):
 
 def test_demo_finds_the_groups(coterie, tmp_path, monkeypatch):
     monkeypatch.setattr("coterie.cli.demo.CLIENTS", 16)
-    monkeypatch.setattr("coterie.cli.demo.ROUNDS", 20)
-    for _ in range(2):  # a second demo replaces the first
+    for rounds in (1, 20):  # a second demo replaces the first
+        monkeypatch.setattr("coterie.cli.demo.ROUNDS", rounds)
         code, text, _ = coterie("demo", "--out", tmp_path / "demo")
     rows = {r["method"]: r for r in json.loads((tmp_path / "demo" / "summary.json").read_text())}
     assert code == 0 and "picture" in text and (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
@@ -245,7 +256,9 @@ def test_bad_commands(coterie, tmp_path, monkeypatch, words, message):
     assert code == 2 and message in errors and errors.count("\n") == 1
 
 
-def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_begin(coterie, config, tmp_path):
+def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_begin(coterie, config, tmp_path, monkeypatch):
+    monkeypatch.setattr("coterie.cli.demo.CLIENTS", 16)
+    monkeypatch.setattr("coterie.cli.demo.ROUNDS", 2)
     out = tmp_path / "run"
     coterie("run", config, "--out", out)
     before = (out / "final" / "result.json").read_bytes()
@@ -267,10 +280,9 @@ def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_begin(coterie, config
         ("a,y,client\n1,0,b\n1,0,c\n", "client 'b': MLP does not take rows of shape (1,)"),
     ],
 )
-def test_bad_files_to_assign(coterie, config, tmp_path, content, message):
-    coterie("run", config, "--out", tmp_path / "run", "--set", "run.rounds=1")
+def test_bad_files_to_assign(coterie, whole, tmp_path, content, message):
     (tmp_path / "new.csv").write_text(content)
-    code, _, errors = coterie("assign", tmp_path / "run", tmp_path / "new.csv")
+    code, _, errors = coterie("assign", whole, tmp_path / "new.csv")
     assert code == 2 and message in errors and errors.count("\n") == 1, errors
 
 
@@ -280,10 +292,9 @@ def test_set_needs_a_table_and_a_value(coterie, config):
 
 
 @pytest.fixture
-def half(coterie, config, tmp_path):
+def half(whole, tmp_path):
     """A run of eight rounds that was stopped after five."""
-    coterie("run", config, "--out", tmp_path / "whole")
-    half = shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    half = shutil.copytree(whole, tmp_path / "half")
     shutil.rmtree(half / "final")
     lines = (half / "events.jsonl").read_text().splitlines(keepends=True)
     fifth = next(i for i, line in enumerate(lines) if json.loads(line).get("round") == 5)
@@ -291,7 +302,7 @@ def half(coterie, config, tmp_path):
     return half
 
 
-def test_show_an_unfinished_run(coterie, half, tmp_path):
+def test_show_an_unfinished_run(coterie, whole, half, tmp_path):
     code, text, _ = coterie("show", half, "--picture", tmp_path / "half.png")
     assert code == 0 and "running or stopped after round 5 of 8" in text and "accuracy 0." in text
     last = json.loads((half / "events.jsonl").read_text().splitlines()[-1])
@@ -303,7 +314,7 @@ def test_show_an_unfinished_run(coterie, half, tmp_path):
     assert (tmp_path / "half.png").read_bytes().startswith(b"\x89PNG")
     shown = json.loads(coterie("show", half, "--json")[1])
     assert not shown["finished"] and shown["rounds"] == 5 and shown["last"]["members"] == last["members"]
-    assert json.loads(coterie("show", tmp_path / "whole", "--json")[1])["finished"]
+    assert json.loads(coterie("show", whole, "--json")[1])["finished"]
 
 
 def test_show_a_run_without_rounds(coterie, half, tmp_path):
@@ -329,13 +340,13 @@ def test_other_pictures_are_refused_before_anything_is_shown(coterie, half, name
     assert errors.endswith(f"{name}: a picture must end in .png, .jpg, .jpeg, .svg or .pdf\n")
 
 
-def test_watch_ends_with_the_run(coterie, half, tmp_path, monkeypatch):
+def test_watch_ends_with_the_run(coterie, whole, half, monkeypatch):
     monkeypatch.setattr(show, "PAUSE", 0.05)
 
     def finish():
         time.sleep(0.3)
-        shutil.copy(tmp_path / "whole" / "events.jsonl", half)
-        shutil.copytree(tmp_path / "whole" / "final", half / "final")
+        shutil.copy(whole / "events.jsonl", half)
+        shutil.copytree(whole / "final", half / "final")
 
     thread = threading.Thread(target=finish)
     thread.start()

@@ -22,6 +22,7 @@ SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
 LOADED = re.compile(r'(?:src|stylesheet" href)="(https?:[^"]+)"')
 SOURCE = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "coterie").rglob("*.py"))
 WORDS = set(re.findall(r"\w+", SOURCE))
+BARE = re.sub(r"\s+", "", SOURCE)
 QUOTED = re.compile(r"`([^`]+)`")
 NUMBER = re.compile(r"-?\d+\.\d+")
 SLOW = ("tests every engine", "needs Flower's nodes")  # why a block may be marked with .no-run
@@ -91,7 +92,7 @@ def is_in_source(code):
         return setting[1] in WORDS
     if re.fullmatch(r"[\w.]+", code):
         return code.rpartition(".")[2] in WORDS
-    return all(_bare(part) in _bare(SOURCE) for part in code.split("…"))
+    return all(_bare(part) in BARE for part in code.split("…"))
 
 
 def cells(page, *columns):

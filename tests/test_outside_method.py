@@ -31,23 +31,30 @@ def installed(tmp_path_factory):
     return folder
 
 
+COMMANDS = """
+import json, sys
+from coterie.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["coterie", *words]
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+"""
+
+
 @pytest.fixture(scope="session")
 def coterie(installed):
-    """Runs the command line where the package is installed."""
+    """Starts a process that runs command lines one after another where the package is installed."""
 
-    def start(*args):
+    def start(*commands):
         environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, "-m", "coterie", *map(str, args)]
+        words = json.dumps([[str(word) for word in command] for command in commands])
+        command = [sys.executable, "-c", COMMANDS, words]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def run(*args):
-        process = start(*args)
-        out, err = process.communicate(timeout=180)
-        assert process.returncode == 0, err
-        return out
-
-    run.start = start
-    return run
+    return start
 
 
 @pytest.fixture
@@ -67,18 +74,20 @@ def test_it_is_one_file_of_at_most_a_hundred_lines():
 
 
 def test_the_command_line_lists_it_and_runs_it_and_a_killed_run_goes_on(coterie, tmp_path):
-    assert "fesem" in json.loads(coterie("list", "--json"))["methods"]
-    config, out = EXAMPLE / "fesem.toml", tmp_path / "killed"
-    coterie("run", config, "--out", tmp_path / "whole")
-    assert json.loads((tmp_path / "whole" / "final" / "result.json").read_text())["ari"] == 1.0
-    process = coterie.start("run", config, "--out", out)
-    while process.poll() is None and not list(out.glob("checkpoints/*.safetensors")):
+    config, whole, killed = EXAMPLE / "fesem.toml", tmp_path / "whole", tmp_path / "killed"
+    process = coterie(["run", config, "--out", killed])
+    while process.poll() is None and not list(killed.glob("checkpoints/*.safetensors")):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    coterie("run", config, "--out", out, "--resume")
-    whole, parts = (stack(read_models(folder)) for folder in (tmp_path / "whole", out))
-    assert all((whole[name] == parts[name]).all() for name in whole)
+    resume = ["run", config, "--out", killed, "--resume"]
+    process = coterie(["list", "--json"], ["run", config, "--out", whole], resume)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    assert "fesem" in json.JSONDecoder().raw_decode(out)[0]["methods"]
+    assert json.loads((whole / "final" / "result.json").read_text())["ari"] == 1.0
+    one, two = (stack(read_models(folder)) for folder in (whole, killed))
+    assert all((one[name] == two[name]).all() for name in one)
 
 
 @pytest.mark.parametrize("name", [check.name for check in checks(known("method")["fedavg"]())])

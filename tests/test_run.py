@@ -1,6 +1,7 @@
 """fit(): history, run folder, checkpoints, stopping, and what it says about bad input."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,16 +18,26 @@ from coterie.runs.evaluate import Scores
 
 TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 
-SLOW_RUN = """
-import signal, sys, time
+# Runs one after another, each in a process of its own that prints its number and then its rounds. What takes seconds to
+# load is loaded once, before they are forked off.
+SLOW_RUNS = """
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
+import sklearn.metrics
 import coterie as ct
-task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
-federation = ct.data.rotated_digits(16, seed=0)
+ct.fit
 def pause(row, run):
     print(row["round"], flush=True)
-    time.sleep(float(sys.argv[2]))
-ct.fit(ct.IFCA(4, patience=2), task, federation, rounds=12, seed=5, out=sys.argv[1], callbacks=[pause])
+    time.sleep(float(sys.argv[1]))
+for folder in sys.argv[2:]:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    print("process", os.getpid(), flush=True)
+    task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+    federation = ct.data.rotated_digits(16, seed=0)
+    ct.fit(ct.IFCA(4, patience=2), task, federation, rounds=12, seed=5, out=folder, callbacks=[pause])
+    break
 """
 
 
@@ -40,13 +51,16 @@ def run(digits):
     return ct.fit(ct.IFCA(4), TASK, digits, rounds=20, seed=0)
 
 
-def slow(path, pause):
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOW_RUN, str(path), str(pause)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def slow(pause, *folders):
+    command = [sys.executable, "-c", SLOW_RUNS, str(pause), *map(str, folders)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def next_run_at(lines, done):
+    """Wait until the next run has done so many rounds; the number of its process."""
+    number = next(int(line.split()[1]) for line in lines if line.startswith("process"))
+    next(line for line in lines if int(line) >= done)
+    return number
 
 
 def finish(path, digits, resume=False):
@@ -117,27 +131,24 @@ def test_killed_at_any_moment_a_run_ends_as_if_never_stopped(tmp_path, digits):
     whole, same = tmp_path / "whole", "final/cluster-0.safetensors"
     finish(whole, digits)
     expected = [[r["round"], r["loss"], r["accuracy"]] for r in record.read_history(whole)]
-    for delay in (0.0, 0.04, 0.11):
-        killed = tmp_path / f"killed after {delay}"
-        with slow(killed, pause=0.05) as process:  # so that the kill falls into a round, a write or a pause
-            for line in process.stdout:
-                if int(line) >= 4:
-                    time.sleep(delay)
-                    process.send_signal(signal.SIGKILL)
-                    break
-        assert not (killed / "final").exists() and list((killed / "checkpoints").iterdir())
-        finish(killed, digits, resume=True)
-        assert (whole / same).read_bytes() == (killed / same).read_bytes()
-        assert [[r["round"], r["loss"], r["accuracy"]] for r in record.read_history(killed)] == expected
+    killed = {tmp_path / f"killed after {delay}": delay for delay in (0.0, 0.04, 0.11)}
+    with slow(0.05, *killed) as process:  # so that the kill falls into a round, a write or a pause
+        for delay in killed.values():
+            number = next_run_at(process.stdout, 4)
+            time.sleep(delay)
+            os.kill(number, signal.SIGKILL)
+    for folder in killed:
+        assert not (folder / "final").exists() and list((folder / "checkpoints").iterdir())
+        finish(folder, digits, resume=True)
+        assert (whole / same).read_bytes() == (folder / same).read_bytes()
+        assert [[r["round"], r["loss"], r["accuracy"]] for r in record.read_history(folder)] == expected
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
-    with slow(tmp_path / "run", pause=0.5) as process:
-        for line in process.stdout:
-            if int(line) == 3:
-                time.sleep(0.1)
-                process.send_signal(signal.SIGINT)
-                break
+    with slow(0.5, tmp_path / "run") as process:
+        number = next_run_at(process.stdout, 3)
+        time.sleep(0.1)
+        os.kill(number, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert "interrupted after round 3 of 12; go on with --resume (in Python, resume=True) and the folder" in errors
     assert (tmp_path / "run" / "checkpoints" / "round-000003.safetensors").exists()

@@ -258,6 +258,11 @@ class Peak(TorchDispatchMode):
         self.live = self.peak = 0
         self._seen: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler to do so, which takes a second or two, and nothing is compiled in here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))

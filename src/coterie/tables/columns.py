@@ -1,4 +1,4 @@
-"""What a column of a table is (numbers, their logarithms, categories, tags or dates), as sums tell; and what it becomes."""
+"""What a column of a table is (numbers, logarithms, categories, tags, dates), as sums tell; and what it becomes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from coterie.tables.columns import Column, described, recognise, restored
 from coterie.tables.rows import as_pandas, check_columns
 from coterie.tables.target import Kind, Target
 
-
 FARTHEST = 1e9  # deviations from the mean: beyond, a number of 32 bits has no square
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import platform
@@ -11,56 +12,7 @@ from typing import Any
 
 from coterie.storage.names import nearest_name
 from coterie.storage.snapshot import write_text
-from coterie_lab.reproduce import (
-    assignment,
-    contraction,
-    diagnoses,
-    drift,
-    geometry,
-    masks,
-    newcomers,
-    norms,
-    purity,
-    rates,
-    raw_tables,
-    recovery,
-    robustness,
-    separation,
-    sharing,
-    splitting,
-    stores,
-    subspace,
-    success,
-    table,
-    tables,
-    trap,
-)
 from coterie_lab.reproduce.notebook import Notebook
-
-KINDS = {
-    "table": table,
-    "success": success,
-    "contraction": contraction,
-    "splitting": splitting,
-    "geometry": geometry,
-    "separation": separation,
-    "norms": norms,
-    "newcomers": newcomers,
-    "masks": masks,
-    "purity": purity,
-    "assignment": assignment,
-    "recovery": recovery,
-    "rates": rates,
-    "subspace": subspace,
-    "trap": trap,
-    "robustness": robustness,
-    "tables": tables,
-    "raw_tables": raw_tables,
-    "sharing": sharing,
-    "diagnoses": diagnoses,
-    "drift": drift,
-    "stores": stores,
-}
 
 
 def folder() -> Path:
@@ -88,10 +40,9 @@ def reproduce(name: str, *, quick: bool = False, out: Path | None = None, device
     if name not in known:
         raise ValueError(f"there is no experiment '{name}'{nearest_name(name, known)}")
     spec = {**known[name], **(known[name].get("quick", {}) if quick else {})}
-    kind = KINDS[spec["kind"]]
     where = out or (Path("runs/quick") if quick else folder() / "results")
     notebook = Notebook(where / f"{name}.part.json", spec, _device(device))
-    content = kind.run(spec, device, notebook)
+    content = _kind(spec).run(spec, device, notebook)
     result = {
         "name": name + (" (quick)" if quick else ""),
         "title": spec["title"],
@@ -117,7 +68,12 @@ def draw(name: str, where: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     result = json.loads((where / f"{name}.json").read_text(encoding="utf-8"))
-    KINDS[experiments()[name]["kind"]].draw(result, where / f"{name}.png")
+    _kind(experiments()[name]).draw(result, where / f"{name}.png")
+
+
+def _kind(spec: dict[str, Any]) -> Any:
+    """The module that runs and draws an experiment of this kind; only that one is loaded."""
+    return importlib.import_module(f"{__name__}.{spec['kind']}")
 
 
 def _device(name: str) -> str:

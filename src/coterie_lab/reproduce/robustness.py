@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.mixture import GaussianMixture
 
 from coterie import KFED
 from coterie.runs import plots
@@ -103,6 +102,8 @@ def _groups(problem: dict[str, Any], method: dict[str, Any], seed: int) -> Cell:
 
 def _points(problem: dict[str, Any], method: dict[str, Any], seed: int) -> Cell:
     """Right if points are at most `BELOW` less pure than under the best mixture fitted to all of them at once."""
+    from sklearn.mixture import GaussianMixture
+
     federation = seeded(problem["data"], seed)
     algorithm, k = build_algorithm({**method["algorithm"], "k": problem["data"]["k"]}), problem["data"]["k"]
     points, y = federation.train.x.flatten(1).double().numpy(), federation.train.y.numpy()
