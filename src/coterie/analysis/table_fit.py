@@ -33,6 +33,7 @@ from coterie.tables.rows import Rows, as_pandas, usable
 from coterie.tables.target import Kind, Target
 
 COMPARED = 20_000  # training rows on which groups are counted and ways compared; else a sample of the clients
+COUNTED = 200_000  # products of two columns, over the clients on which groups are counted
 NEW = 0.1  # of the clients that are held out as a whole
 ENOUGH = 20  # clients from which on some are
 FEW = 5  # rows by which such a client is placed
@@ -138,7 +139,7 @@ def fit_table(
     train.check(task)
     options = {"rounds": rounds, "seed": seed, "device": device}
     with counting("looking for groups", STAGES, 0) as bar:
-        groups = _groups(k, task, sampled(train, COMPARED, seed, products=PRODUCTS), options)
+        groups = _groups(k, task, sampled(train, COMPARED, seed, products=COUNTED), options)
         _next(bar, "comparing ways to share")
         if method == "auto":
             comparison = _compared(task, train, groups, k, jobs, options)
