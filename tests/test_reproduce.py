@@ -267,6 +267,12 @@ def test_updates_find_who_changed_and_a_group_that_appears(tmp_path):
     assert steady["began right"] == 1
 
 
+@needs_cheese
+def test_what_is_recommended_for_a_raw_table_is_near_the_best(tmp_path):
+    (row,) = quick("raw-tables", tmp_path)["rows"]
+    assert row["groups"] == [1] and row["MSE"] < 1.05 * row["its MSE"] < 0.2 * row["one for all"]
+
+
 @pytest.mark.usefixtures("one_process")
 def test_the_groups_of_stores_are_found(tmp_path):
     result = quick("stores", tmp_path)

@@ -103,13 +103,13 @@ def _differ(found: TableFit, mark: str) -> list[str]:
 
 def _groups(found: TableFit) -> str:
     groups = found.groups
+    sure = "" if groups.sure else " (the data cannot tell for certain)"
     if groups.count == 1:
-        sure = "" if groups.sure else " (the data cannot tell for certain)"
         return f"one; clients do not fall into groups that differ{sure}."
     sizes = np.bincount(found.labels, minlength=groups.count)
     doubt = int(found.unsure.sum())
     unsure = f"; {doubt} of {len(found.labels)} clients could as well be in another" if doubt else ", all clearly"
-    return f"{groups.count}, of {', '.join(map(str, sizes))} clients{unsure}."
+    return f"{groups.count}{sure}, of {', '.join(map(str, sizes))} clients{unsure}."
 
 
 def _recommended(found: TableFit) -> str:
