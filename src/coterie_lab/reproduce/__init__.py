@@ -14,6 +14,7 @@ from coterie.storage.names import nearest_name
 from coterie.storage.snapshot import write_text
 from coterie_lab.reproduce.notebook import Notebook
 
+
 def folder() -> Path:
     """Return the folder of the experiments' TOML files: in the checkout, or installed with the package."""
     package = Path(__file__).resolve().parent.parent
