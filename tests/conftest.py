@@ -36,7 +36,7 @@ ONE_RUN = {"test_analysis.py": "one table", "test_notebook.py": "one notebook"}
 
 
 class Together(LoadScopeScheduling):
-    """Tests one by one to whoever is free; those of a group in one place, those of real Flower processes first."""
+    """Tests one by one to whoever is free, but those of a group in one place; real Flower processes come first."""
 
     def _split_scope(self, nodeid):
         return next((group for name, group in (REAL | ONE_RUN).items() if name in nodeid), nodeid)

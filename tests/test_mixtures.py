@@ -27,7 +27,7 @@ def batch(seeds, clients, rows, features, groups):
     return Mixtures.of(x, noise, truth, torch.tensor([sigma for _, sigma in SETTINGS]))
 
 
-@pytest.mark.parametrize(("normalise", "rounds"), [("all", 8), ("cluster", 8), ("all", 150)])
+@pytest.mark.parametrize(("normalise", "rounds"), [("all", 8), ("cluster", 8), ("all", 80)])
 def test_every_run_of_the_grid_is_a_run_of_ifca(normalise, rounds):
     seeds, size = (3, 4), dict(clients=6, rows=5, features=7, groups=2)
     data = batch(seeds, **size)

@@ -44,7 +44,7 @@ def two_gaussians(points, seed, d=32, separation=1.0):
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("make", [ct.data.gaussian_clusters, ct.data.subspace_clusters])
 def test_the_clusters_are_found_whatever_the_heterogeneity(make, p):
-    federation = make(k=4, p=p, seed=3)
+    federation = make(k=4, p=p, seed=3, points=400)
     run = ct.fit(ct.UIFCA(k=4), flow(), federation, rounds=20, evaluations=1)
     assert run.purity == 1.0 and run.ari == 1.0
     kfed = ct.fit(ct.KFED(k=4), None, federation, rounds=5)
