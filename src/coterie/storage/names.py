@@ -26,14 +26,14 @@ _TURNING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # th
 
 
 def printable(text: str) -> str:
-    """Text with control characters spelled out, so that a name in a table cannot steer the terminal; lines stay.
+    r"""Text with control characters spelled out, so that a name in a table cannot steer the terminal; lines stay.
 
     Args:
         text: To be printed.
 
     Example:
         >>> printable("a\x1b[2Jb")
-        'a\\\\x1b[2Jb'
+        'a\\x1b[2Jb'
     """
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
