@@ -171,6 +171,15 @@ def test_names_neither_steer_the_terminal_nor_are_formulas(coterie, table, tmp_p
     assert "\x1b" not in out + (tmp_path / "runs/evil/report.md").read_text() and r"[/b]\x1b[31mstore 000" in out
 
 
+def test_what_predictions_fill_in_is_told(found, table):
+    rows = table.rows.head(10).astype({"price": object})
+    rows.loc[0, "price"], rows.loc[1, "price"] = "cheap", None
+    rows.loc[2:4, "weather"] = "hail"
+    told = found.preparation.filled_in(rows)
+    assert [note.split(" values")[0] for note in told] == ["column 'price': 2 of 10", "column 'weather': 3 of 10"]
+    assert found.preparation.filled_in(table.rows) == ()
+
+
 def test_a_table_with_other_columns_is_refused(folder, table):
     with pytest.raises(ValueError, match="there is no column 'price'"):
         predict_table(folder, table.rows.drop(columns="price"))
@@ -206,7 +215,9 @@ def test_fit_predict_and_assign_on_the_command_line(coterie, table, tmp_path, mo
     code, _, err = coterie(*asked)
     assert code == 2 and "runs/shops is not empty" in err
     _, out, _ = coterie("predict", "runs/shops", "shops.csv.gz", "--out", "predicted.csv")
-    assert f"{len(few):,} rows predicted" in out and len(pd.read_csv("predicted.csv")) == len(few)
+    assert f"{len(few):,} rows predicted" in out and "note" not in out and len(pd.read_csv("predicted.csv")) == len(few)
     assert json.loads(coterie("assign", "runs/shops", "shops.csv.gz", "--json")[1])[0]["client"] == "store 000"
+    few.head(3).assign(promotion="maybe").to_csv("next.csv", index=False)
+    assert coterie("predict", "runs/shops", "next.csv")[1].startswith("note: column 'promotion': 3 of 3 values are")
     code, _, err = coterie("fit", "shops.csv.gz", "--client", "shop", "--target", "sales", "--out", "other")
     assert code == 2 and err == "coterie: there is no column 'shop'; did you mean 'store'?\n"

@@ -376,3 +376,19 @@ def test_a_sample_follows_from_names_and_seed_and_cuts_large_clients_down():
     few = sampled(federation.select([0, 1, 2]), 60, seed=0)
     assert few.train.sizes.tolist() == [20, 10, 10]
     assert len(set(few.train.client(0)[1].tolist())) == 20  # different rows
+
+
+@pytest.mark.parametrize("which", ["X", "y"])
+def test_numbers_too_large_to_be_squared_are_refused(which):
+    given = {"X": np.arange(20.0)[:, None], "y": np.arange(20.0)}
+    given[which] = given[which] * 1e300
+    with pytest.raises(ValueError, match=f"^ClusteredRegressor: {which} holds numbers too large to be squared$"):
+        ct.ClusteredRegressor(method="fedx", k=2).fit(**given, groups=np.arange(20) % 4)
+
+
+def test_a_fit_without_groups_says_so(caplog):
+    x = np.arange(20.0)[:, None]
+    ct.ClusteredRegressor(method="fedx", k=1).fit(x, x[:, 0], groups=np.arange(20) % 4)
+    assert "no groups" not in caplog.text
+    ct.ClusteredRegressor(method="fedx", k=1).fit(x, x[:, 0])
+    assert "no groups were given, so all rows are one client's" in caplog.text

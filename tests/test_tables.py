@@ -79,8 +79,9 @@ def test_skewed_columns_above_0_are_logarithms():
 def test_where_effects_multiply_numbers_above_0_are_logarithms():
     rng = np.random.default_rng(0)
     size, year = rng.uniform(1, 9, 400), rng.integers(1900, 2000, 400)
-    sales = size**2 * np.exp(rng.normal(size=400))
-    frame = shops().assign(size=size, year=year, age=np.arange(400) % 20 + 1, sales=sales)
+    frame = shops().assign(
+        size=size, year=year, age=np.arange(400) % 20 + 1, sales=size**2 * np.exp(rng.normal(size=400))
+    )
     found, _ = kinds(frame)
     assert found["size"] == Log("size")
     assert isinstance(found["year"], Number)  # deviates by 2 % of its mean: nothing would change

@@ -151,7 +151,7 @@ def predict_table(folder: Path, frame: Any) -> pd.DataFrame:
     """
     import pandas as pd
 
-    preparation, ids = _preparation(folder)
+    preparation, ids = read_preparation(folder)
     rows = as_pandas(frame)
     x, names = preparation.features(rows), preparation.clients(rows)
     at = _positions(names, ids)
@@ -179,7 +179,7 @@ def assign_table(folder: Path, frame: Any) -> list[dict[str, Any]]:
         folder: Of an analysed table.
         frame: The rows, with targets.
     """
-    preparation, _ = _preparation(folder)
+    preparation, _ = read_preparation(folder)
     rows = as_pandas(frame)
     x, names = preparation.features(rows), preparation.clients(rows)
     y, there = preparation.targets(rows)
@@ -198,7 +198,8 @@ def assign_table(folder: Path, frame: Any) -> list[dict[str, Any]]:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-def _preparation(folder: Path) -> tuple[Preparation, list[str]]:
+def read_preparation(folder: Path) -> tuple[Preparation, list[str]]:
+    """How rows of an analysed table become numbers, and its clients."""
     path = folder / PREPARATION
     if not path.is_file():
         raise ValueError(f"{folder} is no folder that `coterie fit` has written: it has no {PREPARATION}")

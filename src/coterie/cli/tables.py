@@ -62,11 +62,13 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict the rows of a table: known clients by their own models, others by those of all groups, mixed."""
-    from coterie.analysis.folder import predict_table
+    from coterie.analysis.folder import predict_table, read_preparation
     from coterie.storage.snapshot import write_text
     from coterie.tables.reading import read_table
 
-    found: Any = predict_table(folder, read_table(table))
+    rows = read_table(table)
+    found: Any = predict_table(folder, rows)
+    notes = "".join(f"note: {note}\n" for note in read_preparation(folder)[0].filled_in(rows))
     if out:
         write_text(out, found.to_csv(index=False))
     new = int((~found["known"]).sum())
@@ -75,7 +77,7 @@ def predict(
     if out is None:
         more = f"… and {len(found) - SHOWN:,} more: --out FILE.csv writes them all\n" if len(found) > SHOWN else ""
         told = f"{found.head(SHOWN).to_string(index=False)}\n{more}{told}"
-    display.emit(found.to_dict("records"), as_json, lambda: display.text(told))
+    display.emit(found.to_dict("records"), as_json, lambda: display.text(notes + told))
 
 
 def _number(k: str) -> int | Literal["auto"]:

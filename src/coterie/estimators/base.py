@@ -33,6 +33,7 @@ from coterie.storage.scales import Moments, Scale
 
 log = logging.getLogger("coterie")
 
+ROUTING = "set_fit_request(groups=True), and sklearn.set_config(enable_metadata_routing=True)"
 HIDDEN = 64  # units of the model "mlp"
 SHARED = (
     "run_",
@@ -86,8 +87,10 @@ class Clustered(BaseEstimator, ABC):
         for name in ("comparison_", "run_"):  # of a fit before
             vars(self).pop(name, None)
         k, rounds = self._whole("k", auto=True), self._whole("rounds")
+        if groups is None:
+            log.warning("%s: no groups were given, so all rows are one client's; searches need %s", self._name, ROUTING)
         self.clients_, at = clients_of(groups, len(rows), self._name)
-        self.x_scale_ = Scale.of(Moments.of(rows)) if self.standardise else Scale.none(rows.shape[1])
+        self.x_scale_ = self._scale("X", rows)
         columns = tuple(map(str, names)) if (names := getattr(self, "feature_names_in_", None)) is not None else None
         learnt = self._learn(targets)
         federation = federation_of(self._scaled(rows), learnt, self.clients_, at, columns)
@@ -221,6 +224,16 @@ class Clustered(BaseEstimator, ABC):
         given = functions.output(functions.init(Key.of(0)), x, x.new_ones(1)).numel()
         if given != self._outputs:
             raise ValueError(f"{self._name}: model must give {self._outputs} outputs for a row, got {given}")
+
+    def _scale(self, what: str, values: np.ndarray) -> Scale:
+        """The units in which values are learnt."""
+        if not self.standardise:
+            return Scale.none(*values.shape[1:])
+        with np.errstate(over="ignore"):
+            moments = Moments.of(values)
+        if not np.isfinite(moments.squares).all():
+            raise ValueError(f"{self._name}: {what} holds numbers too large to be squared")
+        return Scale.of(moments)
 
     def _scaled(self, rows: np.ndarray) -> np.ndarray:
         return self.x_scale_(rows).astype(np.float32)

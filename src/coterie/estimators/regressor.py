@@ -10,7 +10,7 @@ from sklearn.metrics import r2_score
 
 from coterie.core.task import Source, Task
 from coterie.estimators.base import Clustered
-from coterie.storage.scales import Moments, Scale
+from coterie.storage.scales import Scale
 
 
 class ClusteredRegressor(RegressorMixin, Clustered):
@@ -85,7 +85,7 @@ class ClusteredRegressor(RegressorMixin, Clustered):
         return {"dtype": np.float64, "y_numeric": True}
 
     def _learn(self, y: np.ndarray) -> np.ndarray:
-        self.y_scale_ = Scale.of(Moments.of(y)) if self.standardise else Scale.none()
+        self.y_scale_ = self._scale("y", y)
         return self._encoded(y)
 
     def _encoded(self, y: np.ndarray) -> np.ndarray:

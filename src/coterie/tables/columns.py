@@ -1,4 +1,4 @@
-"""What a column of a table is (numbers, logarithms, categories, tags, dates), as sums tell; and what it becomes."""
+"""What a column of a table is (numbers, logarithms, categories, tags or dates), as sums tell; and what it becomes."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ class Number:
         number = as_numbers(values)
         return np.where(np.isfinite(number), number, np.nan)[:, None]
 
+    def unusable(self, values: Series) -> np.ndarray:
+        """Which values another stands for (n,)."""
+        return np.isnan(self.encode(values)[:, 0])
+
 
 @dataclass(frozen=True)
 class Log:
@@ -73,6 +77,10 @@ class Log:
         number = as_numbers(values)
         usable = np.isfinite(number) & (number > 0)
         return np.where(usable, np.log(np.where(usable, number, 1.0)), np.nan)[:, None]
+
+    def unusable(self, values: Series) -> np.ndarray:
+        """Which values another stands for (n,)."""
+        return np.isnan(self.encode(values)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,11 @@ class Category:
             found = np.column_stack([found, rest])
         return found.astype(np.float64)
 
+    def unusable(self, values: Series) -> np.ndarray:
+        """Which values another stands for (n,): those that are missing, and where none share a column, strange ones."""
+        own = as_words(values)
+        return (own == "") | (~np.isin(own, [self.base, *self.levels]) & (not self.others))
+
 
 @dataclass(frozen=True)
 class Tags:
@@ -128,6 +141,10 @@ class Tags:
         own = [set(map(str.strip, text.split(self.separator))) for text in distinct]
         table = np.array([[level in tags for level in self.levels] for tags in own], dtype=np.float64)
         return table.reshape(len(own), len(self.levels))[codes]
+
+    def unusable(self, values: Series) -> np.ndarray:
+        """Which values another stands for (n,): none, for a row may have no tag."""
+        return np.zeros(len(values), dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -152,6 +169,10 @@ class Date:
         year = 2 * math.pi * (days / 365.2425)
         week = 2 * math.pi * (np.floor(days) / 7)
         return np.column_stack([days, np.cos(year), np.sin(year), np.cos(week), np.sin(week)])
+
+    def unusable(self, values: Series) -> np.ndarray:
+        """Which values another stands for (n,)."""
+        return np.isnan(self.encode(values)[:, 0])
 
 
 Column = Number | Log | Category | Tags | Date

@@ -192,6 +192,17 @@ class Preparation:
         scaled = self.scale(self.layout.encode(as_pandas(frame)))[:, self.used]
         return np.clip(np.nan_to_num(scaled), -FARTHEST, FARTHEST).astype(np.float32)
 
+    def filled_in(self, frame: Any) -> tuple[str, ...]:
+        """What is said of values that are missing, cannot be read, or were never seen: others stand for them."""
+        rows = as_pandas(frame)
+        check_columns(rows, [column.name for column in self.layout.columns])
+        count = {column.name: int(column.unusable(rows[column.name]).sum()) for column in self.layout.columns}
+        return tuple(
+            f"column '{name}': {lost:,} of {len(rows):,} values are missing or unlike those in training, and filled in"
+            for name, lost in count.items()
+            if lost
+        )
+
     def targets(self, frame: Any) -> tuple[np.ndarray, np.ndarray]:
         """Targets as a model takes them, and whether there is one (n,)."""
         rows = as_pandas(frame)

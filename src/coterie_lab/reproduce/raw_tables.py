@@ -18,6 +18,8 @@ from coterie_lab.reproduce.tables import trained, ways_of
 
 Cell = dict[str, Any]
 
+FAR = 20.0  # times the best error: what is beyond is drawn there, with its figure
+
 
 def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]:
     """Every table with every split.
@@ -87,17 +89,23 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """
     fig = plots.figure(6.4, 0.5 * len(result["rows"]) + 1.2)
     axes = fig.subplots()
+    axes.set_xscale("log")
     names = {"one for all": "one for all", "one each": "one each", "MSE": "recommended by coterie fit"}
     for y, row in enumerate(result["rows"]):
         for i, (name, label) in enumerate(names.items()):
-            colour = plots.COLOURS[i]
-            axes.scatter(row[name] / row["its MSE"], y, s=46, color=colour, label=label if y == 0 else None, zorder=3)
+            ratio, colour = row[name] / row["its MSE"], plots.COLOURS[i]
+            at, mark = (ratio, "o") if ratio < FAR else (FAR, ">")
+            axes.scatter(at, y, s=46, color=colour, marker=mark, label=label if y == 0 else None, zorder=3)
+            if ratio >= FAR:
+                axes.annotate(f"{ratio:.2g}", (at, y), xytext=(7, -3), textcoords="offset points", fontsize=8)
+    axes.set_xlim(0.9, 1.6 * FAR)
+    axes.set_xticks([1, 2, 5, 10, FAR], ["1", "2", "5", "10", f"{FAR:g}"])
+    axes.minorticks_off()
     axes.axvline(1, color=plots.INK, lw=0.7)
     axes.axvline(1.05, color=plots.INK, lw=0.7, ls=":")
-    axes.set_xscale("log")
     axes.set_yticks(range(len(result["rows"])), [row["table"].replace("_", " ") for row in result["rows"]])
     axes.invert_yaxis()
     axes.set_xlabel("test error / that of the best candidate (dotted: 5 % above)")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
     plots.tidy(axes)
     plots.save(fig, path)
