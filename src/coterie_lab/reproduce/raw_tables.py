@@ -106,6 +106,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_yticks(range(len(result["rows"])), [row["table"].replace("_", " ") for row in result["rows"]])
     axes.invert_yaxis()
     axes.set_xlabel("test error / that of the best candidate (dotted: 5 % above)")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="center right")
     plots.tidy(axes)
     plots.save(fig, path)
