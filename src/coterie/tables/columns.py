@@ -220,7 +220,7 @@ def _number(name: str, sums: ColumnSums, log_target: bool, notes: list[str]) -> 
             f"leave out {sums.curved:.0%} of the target's variation"
         )
         return Recognised(_category(name, sums.levels), tuple(notes))
-    if sums.skewed or (log_target and sums.scattered and not few):
+    if not few and (sums.skewed or (log_target and sums.scattered)):
         why = "skewed" if sums.skewed else "the target's logarithm is learnt"
         notes.append(f"column '{name}' is above 0, and {why}: its logarithm is used")
         return Recognised(Log(name), tuple(notes))
