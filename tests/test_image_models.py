@@ -9,6 +9,12 @@ from coterie.core.key import Key
 from coterie.runs.config import build_task
 
 
+@pytest.fixture(autouse=True)
+def drawn_the_same():
+    """Modules are drawn from the global generator."""
+    torch.manual_seed(0)
+
+
 def test_the_cifar_cnn_begins_as_tensorflows_tutorial_has_it():
     task = ct.Task.classifier(ct.models.CifarCNN())
     for model in (task.init(Key.of(0)), ct.models.CifarCNN().state_dict()):
