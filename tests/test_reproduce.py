@@ -7,8 +7,9 @@ import pytest
 
 import coterie as ct
 from coterie.data.source import folder
-from coterie_lab.reproduce import diagnoses, drift, experiments, reproduce, robustness, sharing, stores
+from coterie_lab.reproduce import diagnoses, drift, experiments, reproduce, robustness, sharing, stores, workers
 from coterie_lab.reproduce.mixed_lm import mixed_lm
+from coterie_lab.reproduce.table import HONEST
 
 
 def needs(file, name):
@@ -18,6 +19,7 @@ def needs(file, name):
 needs_mnist = needs("mnist/train-images-idx3-ubyte.gz", "MNIST")
 needs_cifar = needs("cifar-10-batches-bin/test_batch.bin", "CIFAR-10")
 needs_cheese = needs("tables/cheese.csv.xz", "the table of cheese")
+needs_femnist = needs("femnist", "FEMNIST")
 needs_ag_news = needs("ag_news_csv/train.csv", "AG News")
 
 
@@ -27,6 +29,12 @@ def quick(name, tmp_path):
     assert {"commit", "device", "seconds", "seeds", "rows", "title"} <= written.keys()
     assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     return result
+
+
+@pytest.fixture(autouse=True)
+def tables_in_one_process(monkeypatch):
+    """Other processes take seconds to begin."""
+    monkeypatch.setattr(workers, "pool", lambda: ThreadPoolExecutor(1))
 
 
 @pytest.fixture
@@ -111,6 +119,30 @@ def test_subspaces_and_anchors_get_better_with_clients_and_iterations_and_worse_
 def test_ifca_beats_global_and_local_on_rotated_mnist(tmp_path):
     score = {r["method"]: r["ours"] for r in quick("ifca-table1-mnist", tmp_path)["rows"]}
     assert score["IFCA, farthest-first"] > score["global"] and score["IFCA, farthest-first"] > score["local, 100 steps"]
+
+
+@needs_cifar
+def test_both_groups_of_rotated_cifar_are_found_and_scored_in_two_ways(tmp_path):
+    ifca, one = quick("ifca-table1-cifar", tmp_path)["rows"]
+    assert ifca["all groups"] == "1 of 1" and ifca["clusters"] == 2 and one["clusters"] is None
+    assert ifca[HONEST] > 15 and ifca["ours"] > 15  # of ten classes
+
+
+@needs_femnist
+def test_heads_of_frozen_layers_are_trained_by_every_method(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the frozen layers are below the current folder
+    rows = quick("ifca-table2-femnist", tmp_path)["rows"]
+    assert [r["method"] for r in rows] == ["IFCA, k=2", "global", "local"]
+    assert all(r["ours"] >= r[HONEST] > 0 for r in rows)  # of all rounds the best, and the last
+    result = quick("ifca-femnist-k", tmp_path)  # on the same frozen layers
+    assert [r["k"] for r in result["rows"]] == [1, 2] and result["chosen"] in (1, 2)
+    assert all(1 <= r["clusters alive"] <= r["k"] for r in result["rows"])
+
+
+@needs_mnist
+def test_writers_are_grouped_and_their_series_is_not_told(tmp_path):
+    rows = {r["method"]: r for r in quick("mnist-writers", tmp_path)["rows"]}
+    assert rows["IFCA, k=2"]["ours"] > 75 and rows["IFCA, k=2"]["all groups"] == "0 of 1"
 
 
 @needs_cifar

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from coterie import IFCA, Federation, FedX, Task, diagnose, fit, models
 from coterie.runs import plots
 from coterie_lab.reproduce.notebook import Notebook
-from coterie_lab.reproduce.robustness import pool
+from coterie_lab.reproduce.workers import pool
 
 Cell = dict[str, Any]
 Kind = dict[str, Any]
@@ -49,9 +49,7 @@ def _name(kind: Kind, k: int) -> str:
     return f"{kind['name']}, k = {k}"
 
 
-def _cells(
-    workers: ProcessPoolExecutor, kind: Kind, k: int, seeds: list[int], notebook: Notebook
-) -> list[Future[Cell]]:
+def _cells(workers: Executor, kind: Kind, k: int, seeds: list[int], notebook: Notebook) -> list[Future[Cell]]:
     """The cells of a kind and a k, one for every seed; none if they are known from before."""
     return [] if _name(kind, k) in notebook.entries else [workers.submit(cell, kind, k, seed) for seed in seeds]
 

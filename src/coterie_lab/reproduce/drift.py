@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.fit import fit
 from coterie.runs.run import Run
 from coterie_lab.reproduce.notebook import Notebook
-from coterie_lab.reproduce.robustness import pool
+from coterie_lab.reproduce.workers import pool
 
 Cell = dict[str, Any]
 Batch = Callable[[list[int], Key], list[tuple[Tensor, Tensor]]]
@@ -65,7 +65,7 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
 
 
 def _cells(
-    workers: ProcessPoolExecutor, spec: dict[str, Any], problem: dict[str, Any], event: str, notebook: Notebook
+    workers: Executor, spec: dict[str, Any], problem: dict[str, Any], event: str, notebook: Notebook
 ) -> list[Future[Cell]]:
     """The cells of a problem and an event, one for every seed; none if they are known from before."""
     if _name(problem, event) in notebook.entries:

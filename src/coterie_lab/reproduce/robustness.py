@@ -7,16 +7,13 @@ points. Cells (a problem, a method and a seed) are independent, and are computed
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import statistics
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from coterie import KFED
 from coterie.runs import plots
@@ -26,6 +23,7 @@ from coterie.runs.metrics import purity
 from coterie_lab.reproduce.notebook import Notebook
 from coterie_lab.reproduce.regressions import Regression
 from coterie_lab.reproduce.rounds import seeded
+from coterie_lab.reproduce.workers import pool
 
 Cell = dict[str, Any]
 
@@ -54,14 +52,8 @@ def run(spec: dict[str, Any], device: str, notebook: Notebook) -> dict[str, Any]
     return {"seeds": spec["seeds"], "rows": rows}
 
 
-def pool() -> ProcessPoolExecutor:
-    """Processes that compute with one thread each."""
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(os.cpu_count(), context, initializer=torch.set_num_threads, initargs=(1,))
-
-
 def _cells(
-    workers: ProcessPoolExecutor,
+    workers: Executor,
     spec: dict[str, Any],
     problem: dict[str, Any],
     method: dict[str, Any],

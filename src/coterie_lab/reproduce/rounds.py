@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from coterie.core.cohort import Cohort
@@ -13,7 +15,7 @@ from coterie.core.key import Key
 from coterie.core.method import Method
 from coterie.core.pytree import to_device
 from coterie.core.task import Task
-from coterie.data import CHANGES
+from coterie.data import CHANGES, DATASETS
 from coterie.engines import find_device, simulated
 from coterie.runs.config import build_federation
 from coterie.runs.loop import CLIENTS, START
@@ -29,7 +31,13 @@ def seeded(data: dict[str, Any], seed: int, **more: Any) -> Federation:
     """
     draws = {name for name, change in CHANGES.items() if "seed" in inspect.signature(change).parameters}
     change = [{**c, "seed": seed} if c["name"] in draws else c for c in data.get("change", [])]
-    return build_federation({**data, **more, "seed": seed, "change": change})
+    own = {"seed": seed} if "seed" in inspect.signature(DATASETS[data["name"]]).parameters else {}
+    return _federation(json.dumps({**data, **more, **own, "change": change}))
+
+
+@lru_cache(maxsize=1)  # some take seconds to read, and parts of an experiment use the same one after each other
+def _federation(table: str) -> Federation:
+    return build_federation(json.loads(table))
 
 
 def states(algorithm: Method, task: Task, federation: Federation, rounds: int, seed: int, device: str) -> Iterator[Any]:

@@ -15,8 +15,8 @@ from coterie.runs import plots
 from coterie.runs.config import build_task
 from coterie.runs.fit import fit
 from coterie_lab.reproduce.notebook import Notebook
-from coterie_lab.reproduce.robustness import pool
 from coterie_lab.reproduce.rounds import seeded
+from coterie_lab.reproduce.workers import pool
 
 Cell = dict[str, Any]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from coterie.core.federation import Federation
 from coterie.runs import plots
 from coterie.runs.metrics import ari
 from coterie_lab.reproduce.notebook import Notebook
-from coterie_lab.reproduce.robustness import pool
+from coterie_lab.reproduce.workers import pool
 
 Cell = dict[str, Any]
 
@@ -51,9 +51,7 @@ def _name(k: int) -> str:
     return f"{k} group{'s' * (k > 1)}"
 
 
-def _cells(
-    workers: ProcessPoolExecutor, spec: dict[str, Any], k: int, seeds: list[int], notebook: Notebook
-) -> list[Future[Cell]]:
+def _cells(workers: Executor, spec: dict[str, Any], k: int, seeds: list[int], notebook: Notebook) -> list[Future[Cell]]:
     return [] if _name(k) in notebook.entries else [workers.submit(cell, spec, k, seed) for seed in seeds]
 
 
