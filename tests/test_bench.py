@@ -25,7 +25,7 @@ def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch,
     ways = {"loop", "sequential", "vmap", "vectorised", "floor"}
     found = {w: {r["way"] for r in rows if r["workload"] == w} for w in works}
     frozen = [w for w in works if "frozen" in w]
-    assert len(works) == 6 and len(frozen) == 1
+    assert len(works) == 8 and len(frozen) == 1
     assert found == {w: {*ways, "vectorised, no features"} if w in frozen else ways for w in works}
     assert all(r["max_rel_diff"] < 1e-3 for r in rows if r["way"] != "floor")
     assert caplog.messages == ["not installed: fedjax, pfl, flower (pip install 'coterie[bench]')"]
