@@ -132,7 +132,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """
     data = list(dict.fromkeys(r["data"] for r in result["rows"]))
     methods = list(dict.fromkeys(r["method"] for r in result["rows"]))
-    fig = plots.figure(3.1 * len(data), 3.6)
+    fig = plots.figure(max(3.1, 0.75 * len(methods)) * len(data), 3.6)
     for axes, name in zip(fig.subplots(1, len(data), sharey=True, squeeze=False)[0], data, strict=True):
         rows = [r for r in result["rows"] if r["data"] == name]
         for x, row in enumerate(rows):
