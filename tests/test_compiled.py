@@ -1,4 +1,4 @@
-"""Gradients of stacked clients by one graph with convolutions as products, as engines compute them on a GPU."""
+"""Losses and gradients of stacked clients by graphs, as engines compute them on a GPU."""
 
 import pytest
 import torch
@@ -42,16 +42,20 @@ def test_a_single_image_is_left_to_torch():
         assert torch.equal(layer(x), plain)
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    """Graphs on a CPU, from the first round on and not fused, which would take a minute; returns those made."""
+@pytest.fixture(params=[1, 2], ids=["grouped", "products"])
+def at_once(monkeypatch, request):
+    """Graphs on a CPU, from the first round on and not fused, which would take a minute; and whether one convolves."""
     graphs = []
     monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
     monkeypatch.setattr(chunks, "PATIENCE", -1.0)
     monkeypatch.setattr(chunks, "SMALL", 0)
-    monkeypatch.setattr(chunks.Chunks, "_faster_compiled", lambda self, ways, chunk: (1, "told so"))
-    monkeypatch.setattr(compiled, "compiled", lambda graph: graphs.append(graph) or graph)
+    monkeypatch.setattr(chunks.Chunks, "_tried", lambda self, ways, chunk: (request.param, "told so"))
+    monkeypatch.setattr(compiled, "compiled", lambda graph: graphs.append(_convolves(graph)) or graph)
     return graphs
+
+
+def _convolves(graph):
+    return any("convolution" in str(node.target) for node in graph.graph.nodes)
 
 
 def images():
@@ -79,13 +83,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_graphs_give_what_the_loop_gives(case, at_once):
+def test_graphs_give_what_the_loop_gives(case, at_once, request):
     net, method = CASES[case]
     task, federation = ct.Task.classifier(net), images()
     loop = ct.fit(method, task, federation, rounds=3, seed=0, executor="sequential", device="cpu")
     assert not at_once
     graphs = ct.fit(method, task, federation, rounds=3, seed=0, device="cpu")
-    assert at_once and not any("convolution" in str(node.target) for g in at_once for node in g.graph.nodes)
+    products, choosing = "products" in request.node.name, isinstance(method, ct.IFCA)
+    assert set(at_once) == ({True, False} if products and choosing else {not products})  # choosing is dense
     assert graphs.labels.tolist() == loop.labels.tolist()
     for ours, theirs in zip(graphs.models, loop.models, strict=True):
         assert all(torch.allclose(ours[n], theirs[n], atol=1e-5) for n in theirs)
@@ -101,19 +106,19 @@ def test_what_cannot_be_compiled_goes_on_without(monkeypatch, caplog):
     monkeypatch.setattr(compiled, "compiled", refuse)
     with caplog.at_level("INFO", "coterie"):
         ct.fit(ct.FedAvg(tau=2, batch=4), ct.Task.classifier(network()), images(), rounds=2, device="cpu")
-    told = [r.getMessage() for r in caplog.records if "compiled:" in r.getMessage()]
-    assert told and all("no (it cannot be compiled: no compiler)" in line for line in told)
+    told = [r.getMessage() for r in caplog.records if ", compiled:" in r.getMessage()]
+    assert told and all("by vmap (" in line and "it cannot be compiled: no compiler" in line for line in told)
 
 
 def test_a_graph_is_compiled_only_once_it_may_pay(monkeypatch):
     tried = []
     monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
     monkeypatch.setattr(chunks, "SMALL", 0)
-    monkeypatch.setattr(chunks.Chunks, "_faster_compiled", lambda self, ways, chunk: (tried.append(1), (0, ""))[1])
-    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda self, work, at: 2.0)
+    monkeypatch.setattr(chunks.Chunks, "_tried", lambda self, ways, chunk: (tried.append(1), (0, ""))[1])
+    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda self, work, at: 4.0)
     task, method = ct.Task.classifier(network()), ct.FedAvg(tau=2, batch=4)
     few = images().select([0, 3])  # of one size
     ct.fit(method, task, few, rounds=7, device="cpu")
-    assert not tried  # 28 seconds
+    assert not tried  # 56 seconds
     ct.fit(method, task, few, rounds=10, device="cpu")
     assert len(tried) == 1

@@ -119,14 +119,13 @@ def training_gradient(
     task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
 ) -> tuple[Params, Tensor, Params]:
     """The gradient of the mean loss in training, the loss, and what has become of the buffers."""
-    way = _gradient.get() if peek_interpreter_stack() is not None else one_gradient  # clients are stacked inside vmap
-    return way(task, trained, buffers, rows, noise)
+    return _computed(one_gradient, task, trained, buffers, rows, noise)
 
 
 def one_gradient(
     task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
 ) -> tuple[Params, Tensor, Params]:
-    """`training_gradient`, of one client."""
+    """`training_gradient`, by torch."""
 
     def loss(params: Params) -> tuple[Tensor, Params]:
         whole = {**params, **buffers}
@@ -138,18 +137,24 @@ def one_gradient(
     return gradient_and_more(loss, trained)
 
 
-GradientWay = Callable[[Task, Params, Params, Data, Tensor | None], tuple[Params, Tensor, Params]]
-_gradient: ContextVar[GradientWay] = ContextVar("gradient", default=one_gradient)
+Way = Callable[..., Any]  # (function, task, *trees of tensors) -> function(task, *trees)
+_way: ContextVar[Way | None] = ContextVar("way", default=None)
 
 
 @contextmanager
-def gradients_by(way: GradientWay) -> Iterator[None]:
-    """In here, an engine computes the gradients of stacked clients in a way of its own."""
-    token = _gradient.set(way)
+def stacked_by(way: Way) -> Iterator[None]:
+    """In here, an engine computes the losses and the gradients of stacked clients in a way of its own."""
+    token = _way.set(way)
     try:
         yield
     finally:
-        _gradient.reset(token)
+        _way.reset(token)
+
+
+def _computed(function: Callable[..., Any], task: Task, *args: Any) -> Any:
+    """`function(task, *args)`; of clients that vmap has stacked, in the way of the engine, if it has one."""
+    way = _way.get() if peek_interpreter_stack() is not None else None
+    return function(task, *args) if way is None else way(function, task, *args)
 
 
 def clipped(gradient: Params, length: float) -> Params:
@@ -212,6 +217,10 @@ def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def model_losses(task: Task, theta: Params, data: Data, personal: Params) -> Tensor:
     """F(θ_j) on these rows of models stacked (k, …), with what a client keeps of them to itself: (k,)."""
+    return _computed(_model_losses, task, theta, data, personal)
+
+
+def _model_losses(task: Task, theta: Params, data: Data, personal: Params) -> Tensor:
     return each_model(lambda t: mean_loss(task, {**t, **personal}, data))(theta)
 
 

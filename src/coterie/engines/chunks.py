@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import timeit
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +24,21 @@ LITTLE = 2**21  # multiplications that take no longer than it takes to tell torc
 SMALL = 2**19  # multiplications for which there is memory in any case, and that take less time than measuring them
 SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
-PATIENCE = 30.0  # seconds that work must have taken before a graph is compiled for it, which takes about as long
+PATIENCE = 60.0  # seconds that work must have taken before graphs are compiled for it, which takes about as long
+BY_VMAP = "by vmap"  # how the way without a graph is called in the log
 
 Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
+
+
+@contextmanager
+def compiling_at_once() -> Iterator[None]:
+    """In here, graphs are compiled as soon as there is work for them: for runs that are known to take long."""
+    global PATIENCE
+    before, PATIENCE = PATIENCE, 0.0
+    try:
+        yield
+    finally:
+        PATIENCE = before
 
 
 class Ways(NamedTuple):
@@ -35,14 +49,14 @@ class Ways(NamedTuple):
         together: All at once.
         alone: One by one; None where that is never done.
         cached: Bytes of work per chunk on a CPU: larger chunks leave the cache and run slower.
-        compiled: All at once, by a graph that takes long to compile; None where that is never done.
+        compiled: All at once, by graphs that take long to compile, by their names.
     """
 
     name: str
     together: Work
     alone: Work | None
     cached: int
-    compiled: Work | None = None
+    compiled: Mapping[str, Work] = {}
 
 
 class Chunks:
@@ -67,8 +81,8 @@ class Chunks:
                 continue
             size = 0 if name else self._size(exchange, sizes, bucket, ways)
             work = ways.alone if size == 0 and ways.alone is not None else ways.together
-            if ways.compiled is not None and size and self._compiles(exchange, sizes, bucket, ways, size):
-                work = ways.compiled
+            if ways.compiled and size:
+                work = self._fastest(exchange, sizes, bucket, ways, size)
             for at in bucket.split(size or 1):
                 yield at, work
 
@@ -141,32 +155,40 @@ class Chunks:
                 return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(chunk)}"
         return size, why
 
-    def _compiles(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways, size: int) -> bool:
-        """Whether a compiled graph does this work; it is tried once that has taken as long as compiling would."""
+    def _fastest(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways, size: int) -> Work:
+        """The fastest way to do all at once; graphs are tried when that has taken as long as compiling them would."""
         ledger, label = exchange.ledger, _label(exchange, sizes, bucket, ways) + ", compiled"
-        if label in ledger.chunks:
-            return bool(ledger.chunks[label])
-        if label not in self._spent:
-            self._spent[label] = 0.0, len(bucket) * min(self._seconds(ways.together, bucket[:size]) for _ in range(2))
-        spent, each = self._spent[label]
-        self._spent[label] = spent + each, each
-        if spent < PATIENCE:
-            return False
-        ledger.chunks[label], why = self._faster_compiled(ways, bucket[:size])
-        ledger.messages.append(f"vectorised: {label}: {'yes' if ledger.chunks[label] else 'no'} ({why})")
-        return bool(ledger.chunks[label])
+        if label not in ledger.chunks:
+            if label not in self._spent:
+                again = min(self._seconds(ways.together, bucket[:size]) for _ in range(2))
+                self._spent[label] = 0.0, len(bucket) * again
+            spent, each = self._spent[label]
+            self._spent[label] = spent + each, each
+            if spent < PATIENCE:
+                return ways.together
+            ledger.chunks[label], why = self._tried(ways, bucket[:size])
+            ledger.messages.append(f"vectorised: {label}: {why}")
+        return [ways.together, *ways.compiled.values()][ledger.chunks[label]]
 
-    def _faster_compiled(self, ways: Ways, chunk: Tensor) -> tuple[int, str]:
-        """1 if the compiled graph is faster, else 0; and why."""
-        assert ways.compiled is not None  # else nobody asks
+    def _tried(self, ways: Ways, chunk: Tensor) -> tuple[int, str]:
+        """Which way is the fastest, 0 for the one without a graph, and what was found."""
+        tries = [self._try(name, work, chunk) for name, work in ways.compiled.items()]
+        plain = min(self._seconds(ways.together, chunk) for _ in range(2))
+        seconds = [plain, *(seconds for seconds, _ in tries)]
+        best = seconds.index(min(seconds))
+        found = "; ".join(said for _, said in tries)
+        return best, f"{[BY_VMAP, *ways.compiled][best]} ({1e3 * plain:.1f} ms a client {BY_VMAP}; {found})"
+
+    def _try(self, name: str, work: Work, chunk: Tensor) -> tuple[float, str]:
+        """Seconds a client by a graph, infinitely many if it fails, and what there is to say of it."""
         begin = time.perf_counter()
         try:
-            ways.compiled(chunk)
+            work(chunk)
         except Exception as error:  # there is no compiler, or not enough memory, or it fails: nothing depends on it
-            return 0, f"it cannot be compiled: {str(error).splitlines()[0]}"
+            return math.inf, f"{name} it cannot be compiled: {str(error).splitlines()[0]}"
         took = time.perf_counter() - begin
-        graph, plain = (min(self._seconds(way, chunk) for _ in range(2)) for way in (ways.compiled, ways.together))
-        return int(graph < plain), f"{1e3 * graph:.1f} ms a client, {1e3 * plain:.1f} by vmap, {took:.0f} s to compile"
+        seconds = min(self._seconds(work, chunk) for _ in range(2))
+        return seconds, f"{1e3 * seconds:.1f} {name}, {took:.0f} s to compile"
 
     def _seconds(self, work: Work, at: Tensor) -> float:
         """Of one try, for each client."""

@@ -1,15 +1,19 @@
-"""Gradients of many clients as one compiled graph, in which convolutions are matrix products.
+"""Losses and gradients of many clients as compiled graphs, in which convolutions may be matrix products.
 
-Each client trains weights of its own. vmap makes grouped convolutions of theirs, for which GPU libraries have slow
-kernels where channels are few. Here a convolution gathers the pixels under its kernel by slicing, with channels last,
-and multiplies them with the weights: one batched product per layer for all clients. torch.compile then fuses the
-slicing, norms and activations, without which this would be slower than what it replaces.
+Where clients choose, they were sent the same models: convolutions are dense, and what is gained comes of fusing norms,
+activations and losses. Where they train, each has weights of its own. vmap makes grouped convolutions of theirs, for
+which GPU libraries have slow kernels where channels are few. As *products*, a convolution gathers the pixels under its
+kernel by slicing, with channels last, and multiplies them with the weights: one batched product per layer for all
+clients. Without fusing, the slices would be slower than what they replace.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,39 +24,43 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from coterie.core.local import one_gradient
-from coterie.core.pytree import Params
-from coterie.core.task import Data, Task
+from coterie.core.local import Way, one_gradient
+from coterie.core.task import Task
 
 Function = Callable[..., tuple[Tensor, ...]]
 Dims = tuple[int | None, ...]
 
 
 class Compiled:
-    """The gradient of a training step under vmap, for one task and one precision; graphs are kept by their shapes."""
+    """What clients that vmap has stacked compute, for one task and one precision; graphs are kept by their shapes."""
 
     def __init__(self) -> None:
         self._graphs: dict[Any, tuple[Function, TreeSpec]] = {}
 
-    def __call__(
-        self, task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
-    ) -> tuple[Params, Tensor, Params]:
-        """As `one_gradient`, of clients that vmap has stacked."""
-        given, spec = tree_flatten((trained, buffers, rows, noise))
+    def way(self, *, products: bool) -> Way:
+        """The way to compute a function; with `products`, convolutions of gradients are matrix products."""
+        return partial(self._call, products)
+
+    def _call(self, products: bool, function: Callable[..., Any], task: Task, *args: Any) -> Any:
+        given, spec = tree_flatten(args)
         at = [i for i, x in enumerate(given) if isinstance(x, Tensor)]  # a seed may be None
-        call = _Call(self, task, spec, tuple(at))
+        call = _Call(self, function, task, spec, tuple(at), products and function is one_gradient)
         found = _Lifted.apply(call, *(given[i] for i in at))
         return tree_unflatten(list(found), call.ends[-1])
 
     def run(self, call: _Call, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a call whose clients are stacked (c, …), from its graph; that is made the first time."""
-        key = (str(call.spec), call.dims, tuple((x.shape, x.dtype) for x in args))
-        if key not in self._graphs:
-            graph = make_fx(call.function())(*args)
-            self._graphs[key] = compiled(graph), call.ends[-1]
-        graph, end = self._graphs[key]
-        call.ends.append(end)
-        return tuple(graph(*args))
+        name = call.function.__name__, call.products
+        key = (*name, str(call.spec), call.dims, tuple((x.shape, x.dtype) for x in args))
+        if key in self._graphs:
+            graph, end = self._graphs[key]
+            call.ends.append(end)
+            return tuple(graph(*args))
+        graph = compiled(make_fx(call.stacked())(*args))
+        self._graphs[key] = graph, call.ends[-1]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision is the user's to set
+            return tuple(graph(*args))
 
 
 def compiled(graph: torch.fx.GraphModule) -> Function:
@@ -62,26 +70,30 @@ def compiled(graph: torch.fx.GraphModule) -> Function:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of a `Compiled`: what is computed of one client, and which of its tensors vmap has stacked.
+    """One call of a function: what is computed of one client, and which of its tensors vmap has stacked.
 
     Attributes:
-        by: The one that was called.
-        task: Gives the loss.
+        by: Who was asked.
+        function: Of a task and of trees of tensors.
+        task: The task.
         spec: How the arguments are put together.
         at: Which of them are tensors.
+        products: Whether convolutions are matrix products.
         dims: The stacked dimension of every tensor, for each vmap around the call, innermost first.
         ends: Once it was computed, how its outputs are put together.
     """
 
     by: Compiled
+    function: Callable[..., Any]
     task: Task
     spec: TreeSpec
     at: tuple[int, ...]
+    products: bool
     dims: tuple[Dims, ...] = ()
     ends: list[TreeSpec] = field(default_factory=list)
 
-    def function(self) -> Function:
-        """What is to be compiled: `one_gradient` of flat arguments, for as many clients as are stacked."""
+    def stacked(self) -> Function:
+        """What is to be compiled: the function of flat arguments, for as many clients as are stacked."""
         function: Function = self._one
         for dims in self.dims:
             function = vmap(function, in_dims=dims)
@@ -91,8 +103,8 @@ class _Call:
         given: list[Any] = [None] * self.spec.num_leaves
         for i, tensor in zip(self.at, tensors, strict=True):
             given[i] = tensor
-        with Slices():
-            flat, end = tree_flatten(one_gradient(self.task, *tree_unflatten(given, self.spec)))
+        with Slices() if self.products else nullcontext():
+            flat, end = tree_flatten(self.function(self.task, *tree_unflatten(given, self.spec)))
         self.ends.append(end)
         return tuple(flat)
 

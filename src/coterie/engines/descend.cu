@@ -1,15 +1,6 @@
 // All τ steps of one client (and start) in one thread block: what descent.py's `descend` does in the dual form, for a
-// model that ends in a `Head`. There, each step passes every client's z through the GPU's memory some fifteen times;
-// here a client's z never leaves its multiprocessor.
-//
-// Compiled for given sizes: N rows, H columns of z, C classes, PARTS in which a row of z is multiplied with the head, and
-// THREADS, at least H. Each thread has a column of z; only the logits need all of them.
-
-#define UP4(n) (((n) + 3) / 4 * 4)
-#define ODD4(n) (UP4(n) / 4 % 2 ? UP4(n) : UP4(n) + 4)  // a row length that spreads float4 columns over all banks
-#define HP ODD4(H)
-#define NP UP4(N)
-#define CP UP4(C)
+// model that ends in a `Head` (head.cu). There, each step passes every client's z through the GPU's memory some fifteen
+// times; here a client's z never leaves its multiprocessor. Each thread has a column of z; only the logits need all.
 
 struct Shared {
     float z[N][HP];
@@ -21,50 +12,6 @@ struct Shared {
     float bias[CP];
     float loss[N];
 };
-
-__device__ float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
-__device__ float4 relu4(float4 a) {
-    return make_float4(fmaxf(a.x, 0.f), fmaxf(a.y, 0.f), fmaxf(a.z, 0.f), fmaxf(a.w, 0.f));
-}
-
-// The part of the logits that comes from some columns of z.
-__device__ void multiply_head(Shared &s) {
-    const int wide = (HP / 4 + PARTS - 1) / PARTS;
-    for (int item = threadIdx.x; item < N * PARTS; item += THREADS) {
-        const int i = item % N, part = item / N, end = min((part + 1) * wide, HP / 4);
-        float sum[C] = {};
-        for (int j = part * wide; j < end; j++) {
-            const float4 a = relu4(reinterpret_cast<const float4 *>(s.z[i])[j]);
-#pragma unroll
-            for (int c = 0; c < C; c++) sum[c] += dot4(a, reinterpret_cast<const float4 *>(s.head[c])[j]);
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) s.parts[part][i][c] = sum[c];
-    }
-}
-
-// Softmax of every row, less the label, times the row's share.
-__device__ void compare(Shared &s, const long long *y, const float *share) {
-    for (int i = threadIdx.x; i < N; i += THREADS) {
-        float out[C], most = -3.402823e38f, all = 0.f, own = 0.f;
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            out[c] = s.bias[c];
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) out[c] += s.parts[part][i][c];
-            most = fmaxf(most, out[c]);
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            own = c == y[i] ? out[c] - most : own;
-            out[c] = expf(out[c] - most);
-            all += out[c];
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) s.at_out[i][c] = (out[c] / all - (c == y[i] ? 1.f : 0.f)) * share[i];
-        s.loss[i] = (logf(all) - own) * share[i];
-    }
-}
 
 // From the gradient at the logits to that at a column of z; the column's part of the head takes its step.
 __device__ void turn(Shared &s, int j, float lr, float prox, const float *head_0, float (&down)[NP]) {
@@ -130,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) descend(
     for (int q = 0; q < tau; q++) {
         multiply_head(s);
         __syncthreads();
-        compare(s, y, share);
+        compare(s, N, y, share);
         __syncthreads();
         if (q == 0 && threadIdx.x == 0) {
             float sum = 0.f;

@@ -34,7 +34,7 @@ from coterie.core.train import Descend, Models, Train
 from coterie.engines.chunks import Chunks, Ways
 from coterie.engines.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side
 from coterie.engines.graphs import Replayed
-from coterie.engines.kernels import descend_on_chip, fits
+from coterie.engines.kernels import descend_by_turns, descend_on_chip, fits, turns
 from coterie.engines.local import LocalEngine, Part
 from coterie.engines.products import Factor
 from coterie.engines.store import Kept
@@ -127,7 +127,7 @@ class Fused:
         if sent.step.send == "change":
             moved = moved._replace(rest=tree_map(torch.sub, moved.rest, rest))
         return Trained(
-            data.x, moved, label, judged, based=sent.step.send == "model" and isinstance(sent.step.by, Descend)
+            data.x, factor, moved, label, judged, sent.step.send == "model" and isinstance(sent.step.by, Descend)
         )
 
     def _held(self, step: Train, exchange: Exchange, clients: Tensor, data: Data) -> Tensor | None:
@@ -162,12 +162,24 @@ class Fused:
         kept = self._kept(("Gram matrices",), exchange, clients, 4 * c * n * n, lambda: x @ x.transpose(1, 2) + one)
         return x @ x.transpose(1, 2) + one if kept is None else kept
 
+    def _kernel_factor(self, work: Work, exchange: Exchange, clients: Tensor) -> Factor:
+        """The same, ready to be multiplied."""
+        kernel = work.kernel
+        assert kernel is not None  # the dual form
+        if self.engine.precision != "float32":
+            return Factor.of(kernel, split=False)
+        kept = self._kept(("Gram matrices in halves",), exchange, clients, 2 * kernel.nbytes, lambda: Factor.of(kernel))
+        return kept or Factor.of(kernel)
+
     def _move(self, split: FirstLinear, step: Train, work: Work, exchange: Exchange, clients: Tensor) -> Moved:
-        """Train: on a GPU in one kernel where there is one, in closed form where that pays, else step by step."""
+        """Train: on a GPU in kernels where there are some, in closed form where that pays, else step by step."""
         by = step.by
         if isinstance(by, Descend):
-            if split.head and self.device.type == "cuda" and fits(split.head, work):
-                return descend_on_chip(split.head, by, work)
+            if split.head and self.device.type == "cuda":
+                if fits(split.head, work):
+                    return descend_on_chip(split.head, by, work)
+                if turns(split.head, work):
+                    return descend_by_turns(split.head, by, work, self._kernel_factor(work, exchange, clients))
             if split.squared and by.steady and leap_pays(by, work):
                 name, side = ("closed forms", float(work.lr), by.tau, by.prox, step.holdout), reach_side(work)
                 reach = self._kept(
@@ -288,6 +300,7 @@ class Trained(NamedTuple):
     """What a chunk of clients ends with."""
 
     x: Tensor  # (c, n, d)
+    rows: Factor  # the same rows as one long list (c·n, d)
     moved: Moved
     label: Tensor  # the model each took (c, r)
     judged: dict[str, Tensor] | None  # the notes about rows that were held out (c, r)
@@ -334,11 +347,18 @@ class Trained(NamedTuple):
             return (spread.flatten(0, 1).flatten(1).T @ self.x.flatten(0, 1)).reshape(like.shape)
         total = torch.zeros_like(like)
         for s, at, r in _members(self.label):
-            total[s].addmm_(own[at, r].flatten(0, 1).T, self.x[at].flatten(0, 1))
+            self._rows_of(at).add_after(total[s], own[at, r].flatten(0, 1).T)
         return total
 
+    def _rows_of(self, clients: slice | Tensor) -> Factor:
+        """The rows of some clients; of neighbours, without a copy."""
+        if not isinstance(clients, slice):
+            return Factor.of(self.x[clients].flatten(0, 1), split=False)
+        n = self.x.shape[1]
+        return self.rows.each(lambda x: x[clients.start * n : clients.stop * n])
 
-def _members(label: Tensor) -> Iterator[tuple[int, Any, Any]]:
+
+def _members(label: Tensor) -> Iterator[tuple[int, slice | Tensor, Any]]:
     """Models, and who took them: indices of clients and starts, of which no two are the same."""
     label = label.cpu()
     if label.shape[1] == 1:  # rows of neighbours with one model need not be copied

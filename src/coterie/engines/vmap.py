@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.func import vmap
 
 from coterie.core.engine import Exchange
 from coterie.core.key import Key
-from coterie.core.local import gradients_by
+from coterie.core.local import Way, stacked_by
 from coterie.core.pytree import leaves, take, tree_map
 from coterie.core.step import Reply, step_name
 from coterie.core.train import Models, Train, own_rows
@@ -24,7 +24,7 @@ from coterie.engines.refusal import is_refusal
 
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
 RECORDING = ("cuda",)  # devices whose operations can be recorded
-COMPILING = ("cuda",)  # devices on which convolutions as products, compiled, may be faster than grouped ones
+COMPILING = ("cuda",)  # devices on which graphs of convolutions are faster than one operation after the other
 
 
 class Vmap(LocalEngine):
@@ -36,22 +36,25 @@ class Vmap(LocalEngine):
         super().__init__(*args, **kwargs)
         self.chunks = Chunks(self.store)
         self._recorded: dict[tuple[str, int, str], tuple[Any, Replayed, Replayed]] = {}
-        self._compiled = Compiled()
+        by = Compiled()
+        self._graphs = {
+            "as a graph": by.way(products=False),
+            "as a graph of products": by.way(products=True),
+        }
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step, as a function of one client, on chunks of clients."""
         stages, rows, message = self.stages(exchange), exchange.rows, exchange.message
         several, one = self._functions(self.answer(stages), exchange)
-        fused, _ = self._functions(self.answer(stages), exchange, "compiled")
 
         def together(at: Tensor, several: Answer = several) -> Reply:
             sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at])
             with self.arithmetic():
                 return several(sent, self.local(stages, exchange, at))
 
-        def compiled(at: Tensor) -> Reply:
-            with gradients_by(self._compiled):
-                return together(at, fused)
+        def compiled(at: Tensor, way: Way, several: Answer) -> Reply:
+            with stacked_by(way):
+                return together(at, several)
 
         def alone(at: Tensor) -> Reply:
             sent = message if not isinstance(rows, Tensor) else own_rows(message, rows[at][0])
@@ -62,8 +65,11 @@ class Vmap(LocalEngine):
         # More is computed for more models, so chunks are sized for each size of what a client is sent.
         steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
         name = f"{steps} (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
-        graph = compiled if self._compiles(exchange) else None
-        ways = Ways(name, self._explained(together, alone), alone, CACHED, graph)
+        graphs = {
+            how: partial(compiled, way=way, several=self._functions(self.answer(stages), exchange, how)[0])
+            for how, way in (self._graphs if self._compiles(exchange) else {}).items()
+        }
+        ways = Ways(name, self._explained(together, alone), alone, CACHED, graphs)
         for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
             self._remember(exchange, at, reply.memory)

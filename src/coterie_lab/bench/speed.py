@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +21,8 @@ from coterie.core.method import Method
 from coterie.core.precision import Precision
 from coterie.core.pytree import Params, flat, to_device
 from coterie.core.task import Task
-from coterie.engines import ENGINES, chunks, find_device, simulated
+from coterie.engines import ENGINES, find_device, simulated
+from coterie.engines.chunks import compiling_at_once
 from coterie.models import CNN, MLP, Linear, ResNet
 from coterie_lab.bench.loop import loop_round, loss
 from coterie_lab.bench.peers import PEERS, Job, PeerFailed, Timing, installed, time_peer
@@ -88,7 +88,7 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
             ways["vectorised, no features"] = lambda w=work: _executor(replace(w, features=False), "vectorised", where)
         for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
             ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
-        with _as_in_a_long_run():
+        with compiling_at_once():  # while rounds warm up
             found = {name: _watched(work, name, way, where) for name, way in ways.items()}
         found |= _peers(work, peers)
         reference = flat(found["sequential"][1])
@@ -272,16 +272,6 @@ def product_rate(device: torch.device) -> float:
     side = LARGE[device.type]
     a = torch.randn(side, side, device=device)
     return 2 * side**3 / min(_timed(lambda: a @ a, device) for _ in range(6))
-
-
-@contextmanager
-def _as_in_a_long_run() -> Iterator[None]:
-    """Whatever is faster compiled is compiled at once, while rounds warm up, and not after half a minute of work."""
-    before, chunks.PATIENCE = chunks.PATIENCE, 0.0
-    try:
-        yield
-    finally:
-        chunks.PATIENCE = before
 
 
 def _watched(

@@ -1,6 +1,6 @@
 """A table of methods and data sets, with the mean and standard deviation over seeds in every cell.
 
-On CPUs the data sets and seeds are computed side by side. Every run is scored as the authors did: by clusters that are
+Data sets and seeds are computed side by side. Every run is scored as the authors did: by clusters that are
 chosen on the rows that `choose_on` names, after the last round or, if `best_round` says so, after the best one for the
 test rows. If that is not how a user would be served, it is scored that way too: by clusters chosen on training rows,
 after the last round.
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from coterie.core.federation import Federation
 from coterie.core.task import Task
 from coterie.engines import find_device
+from coterie.engines.chunks import compiling_at_once
 from coterie.runs import plots
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.fit import fit
@@ -85,7 +87,8 @@ def every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device
     kept = None  # a run; with it are the features of frozen layers, which the next one shares
     for row in spec["methods"]:
         begin = time.monotonic()
-        kept = _trained(spec, row, task, federation, seed, device)
+        with compiling_at_once() if spec.get("compile") else nullcontext():
+            kept = _trained(spec, row, task, federation, seed, device)
         named = {"column": column["name"], "method": row["name"], "seed": seed}
         scores.append({**named, **_scores(spec, kept), "seconds": time.monotonic() - begin})
     return scores
