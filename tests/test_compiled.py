@@ -6,7 +6,7 @@ from torch import nn
 
 import coterie as ct
 from coterie.engines import chunks, compiled, vmap
-from coterie.engines.compiled import Slices
+from coterie.engines.compiled import Products
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,8 @@ from coterie.engines.compiled import Slices
         ({}, 3),
         ({"padding": 1, "bias": False}, 3),
         ({"stride": 2, "padding": (2, 1)}, (5, 3)),
+        ({"stride": 3, "dilation": (1, 2)}, (2, 3)),
+        ({"padding": 3}, 2),
         ({"dilation": (2, 1), "padding": "same"}, (3, 5)),
         ({"dilation": 2, "padding": "same"}, 2),
         ({"padding": "valid", "stride": (1, 2)}, 2),
@@ -22,23 +24,23 @@ from coterie.engines.compiled import Slices
         ({"padding": 1, "padding_mode": "circular"}, 3),
     ],
 )
-def test_a_convolution_by_slices_is_the_same(settings, size):
+def test_a_convolution_as_a_product_is_the_same(settings, size):
     g = torch.Generator().manual_seed(0)
     layer = nn.Conv2d(4, 6, size, **settings).double()
     x = torch.randn(3, 4, 9, 8, generator=g, dtype=torch.double, requires_grad=True)
     plain = layer(x)
-    with Slices():
-        sliced = layer(x)
-    assert sliced.shape == plain.shape and torch.allclose(sliced, plain)
-    weights = torch.randn(plain.shape, generator=g, dtype=torch.double)
-    for theirs, ours in zip(*(torch.autograd.grad((y * weights).sum(), x) for y in (plain, sliced)), strict=True):
-        assert torch.allclose(ours, theirs)
+    with Products():
+        product = layer(x)
+    assert product.shape == plain.shape and torch.allclose(product, plain)
+    weights, given = torch.randn(plain.shape, generator=g, dtype=torch.double), (x, *layer.parameters())
+    theirs, ours = (torch.autograd.grad((y * weights).sum(), given) for y in (plain, product))
+    assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_single_image_is_left_to_torch():
     layer, x = nn.Conv2d(2, 3, 3), torch.ones(2, 5, 5)
     plain = layer(x)
-    with Slices():
+    with Products():
         assert torch.equal(layer(x), plain)
 
 

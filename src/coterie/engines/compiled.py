@@ -2,9 +2,9 @@
 
 Where clients choose, they were sent the same models: convolutions are dense, and what is gained comes of fusing norms,
 activations and losses. Where they train, each has weights of its own. vmap makes grouped convolutions of theirs, for
-which GPU libraries have slow kernels where channels are few. As *products*, a convolution gathers the pixels under its
-kernel by slicing, with channels last, and multiplies them with the weights: one batched product per layer for all
-clients. Without fusing, the slices would be slower than what they replace.
+which GPU libraries have slow kernels where channels are few. As *products*, a convolution copies the pixels under its
+kernel side by side, with channels last, and multiplies them with the weights: one batched product per layer for all
+clients, and two for its gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class _Call:
         given: list[Any] = [None] * self.spec.num_leaves
         for i, tensor in zip(self.at, tensors, strict=True):
             given[i] = tensor
-        with Slices() if self.products else nullcontext():
+        with Products() if self.products else nullcontext():
             flat, end = tree_flatten(self.function(self.task, *tree_unflatten(given, self.spec)))
         self.ends.append(end)
         return tuple(flat)
@@ -127,21 +127,99 @@ class _Lifted(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
-# --- convolutions by slicing ----------------------------------------------------------------------------------------
+# --- convolutions as products ----------------------------------------------------------------------------------------
 
 
-class Slices(TorchFunctionMode):
-    """Computes `conv2d` by slices and a matrix product, where it is not grouped."""
+class Products(TorchFunctionMode):
+    """Computes `conv2d` as a matrix product, where it is not grouped."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _sliced(*args, **(kwargs or {})) if func is torch.conv2d else None
+        own = _convolved(*args, **(kwargs or {})) if func is torch.conv2d else None
         return func(*args, **(kwargs or {})) if own is None else own
 
 
 Sides = int | Sequence[int]
 
 
-def _sliced(
+class _Window(NamedTuple):
+    """Where a convolution looks: its kernel, stride and dilation, and the pixels of 0 on every side of the image."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int, int, int]  # left, right, top, bottom; negative ones cut pixels off
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Pixels from the first to the last one under the kernel."""
+        (high, wide), (down, right) = self.kernel, self.dilation
+        return down * (high - 1), right * (wide - 1)
+
+    def under(self, x: Tensor) -> Tensor:
+        """The pixels under the kernel at each of its places (n, height, width, kernel…, channels)."""
+        x = functional.pad(x.permute(0, 2, 3, 1), (0, 0, *self.padding))
+        for at, (reach, stride, dilation) in enumerate(zip(self.reach, self.stride, self.dilation, strict=True), 1):
+            x = x.unfold(at, reach + 1, stride)[..., ::dilation]
+        return x.permute(0, 1, 2, 4, 5, 3)
+
+    def backwards(self, size: Sequence[int], places: Sequence[int]) -> _Window:
+        """Where to look at the gradient, its pixels a stride apart, for that of images of this height and width."""
+        (left, _, top, _), (down, right) = self.padding, self.reach
+        height, width = ((n - 1) * s + 1 for n, s in zip(places, self.stride, strict=True))
+        # On the left and above, as far as the kernel sees; then as much as it takes for an image of this size.
+        padding = (right - left, size[1] - width + left, down - top, size[0] - height + top)
+        return _Window(self.kernel, (1, 1), self.dilation, padding)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution whose gradients are products too: that of the images is a convolution of the gradient.
+
+    Torch would add the gradient of every slice of an image to it in turn.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, window: _Window) -> Tensor:
+        return _product(x, weight, window)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, ctx.window = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,), window, (x, weight) = gradients, ctx.window, ctx.saved_tensors
+        out, channels, *_ = weight.shape
+        rows = window.under(x).reshape(-1, weight[0].numel())
+        at_weight = rows.T @ gradient.permute(0, 2, 3, 1).reshape(-1, out).to(rows.dtype)
+        at_weight = at_weight.reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
+        apart = _apart(gradient, window.stride)
+        turned = weight.flip(2, 3).transpose(0, 1)
+        at_x = _product(apart, turned, window.backwards(x.shape[2:], gradient.shape[2:]))
+        return at_x.to(x.dtype), at_weight.to(weight.dtype), None
+
+
+def _product(x: Tensor, weight: Tensor, window: _Window) -> Tensor:
+    """Images (n, channels, height, width) convolved, as one product of all places."""
+    under = window.under(x)
+    size = weight[0].numel()
+    found = under.reshape(-1, size) @ weight.permute(2, 3, 1, 0).reshape(size, -1)
+    return found.reshape(*under.shape[:3], -1).permute(0, 3, 1, 2)
+
+
+def _apart(x: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Images with zeros between their pixels, so that these are a stride apart."""
+    if stride == (1, 1):
+        return x
+    n, c, h, w = x.shape
+    x = functional.pad(x.reshape(n, c, h, 1, w, 1), (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
+    x = x.reshape(n, c, h * stride[0], w * stride[1])
+    return x[:, :, : (h - 1) * stride[0] + 1, : (w - 1) * stride[1] + 1]
+
+
+def _convolved(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -153,24 +231,16 @@ def _sliced(
     """`conv2d` of rows (n, c, h, w), with channels last in memory; None for what is left to torch."""
     if groups != 1 or input.dim() != 4:
         return None
-    (sh, sw), (dh, dw) = _pair(stride), _pair(dilation)
-    out, channels, kh, kw = weight.shape
-    left, right, top, bottom = _padding(padding, (kw - 1) * dw, (kh - 1) * dh)
-    x = functional.pad(input.permute(0, 2, 3, 1), (0, 0, left, right, top, bottom))
-    height, width = (x.shape[1] - dh * (kh - 1) - 1) // sh + 1, (x.shape[2] - dw * (kw - 1) - 1) // sw + 1
-    under = [
-        x[:, i * dh : i * dh + sh * (height - 1) + 1 : sh, j * dw : j * dw + sw * (width - 1) + 1 : sw]
-        for i in range(kh)
-        for j in range(kw)
-    ]
-    size = kh * kw * channels
-    found = torch.cat(under, -1).reshape(-1, size) @ weight.permute(2, 3, 1, 0).reshape(size, out)
-    found = found if bias is None else found + bias
-    return found.reshape(len(input), height, width, out).permute(0, 3, 1, 2)
+    if torch.is_autocast_enabled(input.device.type):  # before pixels are gathered, which are many more
+        input, weight = (x.to(torch.get_autocast_dtype(input.device.type)) for x in (input, weight))
+    window = _Window((weight.shape[2], weight.shape[3]), _pair(stride), _pair(dilation), (0, 0, 0, 0))
+    found = _Convolution.apply(input, weight, window._replace(padding=_padding(padding, window.reach)))
+    return found if bias is None else found + bias[:, None, None]
 
 
-def _padding(padding: Sides | str, width: int, height: int) -> tuple[int, int, int, int]:
+def _padding(padding: Sides | str, reach: tuple[int, int]) -> tuple[int, int, int, int]:
     """Pixels to the left, right, top and bottom, for a kernel that reaches so far."""
+    height, width = reach
     if padding == "same":
         return width // 2, width - width // 2, height // 2, height - height // 2
     ph, pw = (0, 0) if isinstance(padding, str) else _pair(padding)

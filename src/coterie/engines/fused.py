@@ -162,15 +162,6 @@ class Fused:
         kept = self._kept(("Gram matrices",), exchange, clients, 4 * c * n * n, lambda: x @ x.transpose(1, 2) + one)
         return x @ x.transpose(1, 2) + one if kept is None else kept
 
-    def _kernel_factor(self, work: Work, exchange: Exchange, clients: Tensor) -> Factor:
-        """The same, ready to be multiplied."""
-        kernel = work.kernel
-        assert kernel is not None  # the dual form
-        if self.engine.precision != "float32":
-            return Factor.of(kernel, split=False)
-        kept = self._kept(("Gram matrices in halves",), exchange, clients, 2 * kernel.nbytes, lambda: Factor.of(kernel))
-        return kept or Factor.of(kernel)
-
     def _move(self, split: FirstLinear, step: Train, work: Work, exchange: Exchange, clients: Tensor) -> Moved:
         """Train: on a GPU in kernels where there are some, in closed form where that pays, else step by step."""
         by = step.by
@@ -179,7 +170,7 @@ class Fused:
                 if fits(split.head, work):
                     return descend_on_chip(split.head, by, work)
                 if turns(split.head, work):
-                    return descend_by_turns(split.head, by, work, self._kernel_factor(work, exchange, clients))
+                    return descend_by_turns(split.head, by, work)
             if split.squared and by.steady and leap_pays(by, work):
                 name, side = ("closed forms", float(work.lr), by.tau, by.prox, step.holdout), reach_side(work)
                 reach = self._kept(
@@ -355,7 +346,7 @@ class Trained(NamedTuple):
         if not isinstance(clients, slice):
             return Factor.of(self.x[clients].flatten(0, 1), split=False)
         n = self.x.shape[1]
-        return self.rows.each(lambda x: x[clients.start * n : clients.stop * n])
+        return self.rows.rows(slice(clients.start * n, clients.stop * n))
 
 
 def _members(label: Tensor) -> Iterator[tuple[int, slice | Tensor, Any]]:
@@ -382,11 +373,18 @@ def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Te
     bias = sent.models[split.bias].flatten() if split.bias else None
     z = rows.times(weight.reshape(s * h, d).T, bias).unflatten(1, (s, h))
     rest = {name: p for name, p in sent.models.items() if name not in (split.weight, split.bias)}
-    each = vmap(split.loss, in_dims=(0, 1, None))(rest, z, data.y.flatten(0, 1)).unflatten(1, (c, n))
+    each = _losses(split, rest, z, data.y.flatten(0, 1)).unflatten(1, (c, n))
     mean = (each * row_shares(data)).sum(-1)  # (s, c)
     best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(0, (s // k, k)).argmin(1).T
     label = best + k * torch.arange(s // k, device=z.device)
     return z.unflatten(0, (c, n))[torch.arange(c, device=z.device)[:, None], :, label], label
+
+
+def _losses(split: FirstLinear, rest: Params, z: Tensor, y: Tensor) -> Tensor:
+    """The losses of all rows (s, c·n) by every model, whose z are side by side (c·n, s, h)."""
+    if z.is_cuda and z.numel() >= LARGE:  # vmap would put the models' z one after the other first, which takes long
+        return torch.stack([split.loss(take(rest, i), z[:, i], y) for i in range(z.shape[1])])
+    return vmap(split.loss, in_dims=(0, 1, None))(rest, z, y)
 
 
 def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor, rows: Factor) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from coterie.core.first_layer import Head
 from coterie.core.train import Descend
 from coterie.engines.descent import Moved, Work
-from coterie.engines.products import Factor
 
 CLASSES, THREADS = 32, 512  # with more, a thread gets too few registers
 TILE = 32  # rows of z that turn.cu has in shared memory at a time
@@ -46,20 +45,21 @@ def descend_on_chip(head: Head, by: Descend, work: Work) -> Moved:
     return Moved(moved, None, ended, loss)
 
 
-def descend_by_turns(head: Head, by: Descend, work: Work, kernel: Factor) -> Moved:
+def descend_by_turns(head: Head, by: Descend, work: Work) -> Moved:
     """What `descent.descend` does, where it `turns`: each step is a kernel and a product with XXᵀ + 1."""
     c, r, n, h = work.z.shape
+    assert work.kernel is not None
     begin = [work.rest[name].contiguous() for name in (head.weight, head.bias)]
     now = [p.clone() for p in begin]
     z = work.z.contiguous().flatten(0, 1)
     total, pull, losses = torch.zeros_like(z), torch.empty_like(z), z.new_empty(2, c, r)
     given = [*(v.contiguous() for v in (work.y, work.shares)), work.lr, float(by.prox), n, r, *begin]
-    kernel = kernel if r == 1 else kernel.each(lambda x: x.repeat_interleave(r, 0))
+    kernel = work.kernel if r == 1 else work.kernel.repeat_interleave(r, 0)
     for q in range(by.tau):
         args = [z, *given, total, pull, *now, losses[min(q, 1)]]
         _launch("turn", (TILE, h, begin[0].shape[2]), c * r, args, z.device)
         if q < by.tau - 1:
-            kernel.add_times(z, pull)
+            z.baddbmm_(kernel, pull)
     moved = total.mul_(-work.lr).unflatten(0, (c, r))
     return Moved(moved, None, dict(zip((head.weight, head.bias), now, strict=True)), losses[0])
 

@@ -7,7 +7,6 @@ about as much as float32's own rounding does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,14 +51,6 @@ class Factor(NamedTuple):
         with arithmetic("tf32", other.device):
             return _plus(_plus(high @ self.high, low, self.high), high, self.low)
 
-    def add_times(self, total: Tensor, other: Tensor) -> Tensor:
-        """Add X · other to total, in place."""
-        if self.high is None or self.low is None:
-            return _plus(total, self.whole, other)
-        high, low = _parts(other)
-        with arithmetic("tf32", other.device):
-            return _plus(_plus(_plus(total, self.high, high), self.high, low), self.low, high)
-
     def add_after(self, total: Tensor, other: Tensor) -> Tensor:
         """Add other · X to total, in place."""
         if self.high is None or self.low is None:
@@ -68,10 +59,10 @@ class Factor(NamedTuple):
         with arithmetic("tf32", other.device):
             return _plus(_plus(_plus(total, high, self.high), low, self.high), high, self.low)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Factor:
-        """The factor of which some rows are taken, or which is repeated, as `change` does with a matrix."""
-        high, low = (None if x is None else change(x) for x in (self.high, self.low))
-        return Factor(change(self.whole), high, low)
+    def rows(self, some: slice) -> Factor:
+        """Some rows of a matrix (n, d)."""
+        high, low = (None if x is None else x[some] for x in (self.high, self.low))
+        return Factor(self.whole[some], high, low)
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:

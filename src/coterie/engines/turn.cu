@@ -4,18 +4,18 @@
 
 struct Shared {
     float z[N][HP];
-    float head[C][HP];  // V
-    float at_out[N][CP];  // the gradient at the logits
+    float head[C][HP];       // V
+    float at_out[N][CP];     // the gradient at the logits
     float parts[PARTS][N][CP];
     float bias[CP];
     float loss[N];
 };
 
-// total is the sum of the gradients at z so far, to which this one is added; pull is what -γ(XXᵀ + 1) is to be multiplied
-// with, that is -γ times the gradient. head and bias are written over.
+// The gradient at z is added to total, and pull is -γ times the gradient. head and bias are written over.
 extern "C" __global__ void __launch_bounds__(THREADS) turn(
-    const float *z, const long long *y, const float *share, const float *rate, double mu, int rows, int starts,
-    const float *head_0, const float *bias_0, float *total, float *pull, float *head, float *bias, float *loss) {
+    const float *__restrict__ z, const long long *y, const float *share, const float *rate, double mu, int rows,
+    int starts, const float *head_0, const float *bias_0, float *__restrict__ total, float *__restrict__ pull,
+    float *head, float *bias, float *loss) {
     extern __shared__ char memory[];
     Shared &s = *reinterpret_cast<Shared *>(memory);
     const long long b = blockIdx.x, client = b / starts;
@@ -51,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) turn(
 #pragma unroll 4
             for (int i = 0; i < some; i++) {
                 const float own = s.z[i][j], active = fmaxf(own, 0.f);
-                const int at = (first + i) * H + j;
                 float at_z = 0.f;
 #pragma unroll
                 for (int c = 0; c < C; c++) {
@@ -59,10 +58,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) turn(
                     at_z += at_out * v[c];
                     at_v[c] += at_out * active;
                 }
-                const float so_far = total[at], down = (own > 0.f ? at_z : 0.f) - prox * lr * so_far;
-                total[at] = so_far + down;
-                pull[at] = -lr * down;
+                s.z[i][j] = own > 0.f ? at_z : 0.f;  // from here on it holds the gradient
             }
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int at = j; at < some * H; at += THREADS) {
+            const float so_far = total[first * H + at], down = s.z[at / H][at % H] - prox * lr * so_far;
+            total[first * H + at] = so_far + down;
+            pull[first * H + at] = -lr * down;
         }
         __syncthreads();
     }
