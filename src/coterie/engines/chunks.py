@@ -31,10 +31,10 @@ Work = Callable[[Tensor], Any]  # something to be done for the clients at these 
 
 
 @contextmanager
-def compiling_at_once() -> Iterator[None]:
-    """In here, graphs are compiled as soon as there is work for them: for runs that are known to take long."""
+def compiling_after(seconds: float | None) -> Iterator[None]:
+    """In here, graphs are compiled once work has taken so long, for runs that are known to take long; None: as ever."""
     global PATIENCE
-    before, PATIENCE = PATIENCE, 0.0
+    before, PATIENCE = PATIENCE, PATIENCE if seconds is None else seconds
     try:
         yield
     finally:

@@ -136,20 +136,22 @@ class RandomGroups(Start):
     Args:
         rounds: Rounds of averaging within the groups.
         steps: Full-batch steps per round.
+        fraction: Share of the clients that take part in each of these rounds.
     """
 
     rounds: int = setting(20, low=1)
     steps: int = setting(5, low=1)
+    fraction: float = setting(1.0, low=0, high=1)
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
         """Train a model per random group."""
-        order = key.fold(k).shuffle(cohort.numbers)
-        group = torch.empty_like(order)
-        group[order] = torch.arange(len(cohort)) % k
+        group = torch.zeros(cohort.population, dtype=torch.long)
+        group[cohort.clients[key.fold(k).shuffle(cohort.numbers)]] = torch.arange(len(cohort)) % k
         theta = Random()(k, lr, task, cohort, key)
-        for _ in range(self.rounds):
+        for r in range(self.rounds):
+            some = cohort.fold(r).sample(self.fraction)
             sent = Models(theta, torch.tensor(lr), label=torch.arange(k))
-            theta = slot_mean(cohort.combine(self.train, sent, slots=k, rows=group), otherwise=theta)
+            theta = slot_mean(some.combine(self.train, sent, slots=k, rows=group[some.clients]), otherwise=theta)
         return theta
 
     @client_step

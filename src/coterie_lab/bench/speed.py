@@ -22,7 +22,7 @@ from coterie.core.precision import Precision
 from coterie.core.pytree import Params, flat, to_device
 from coterie.core.task import Task
 from coterie.engines import ENGINES, find_device, simulated
-from coterie.engines.chunks import compiling_at_once
+from coterie.engines.chunks import compiling_after
 from coterie.models import CNN, MLP, Linear, ResNet
 from coterie_lab.bench.loop import loop_round, loss
 from coterie_lab.bench.peers import PEERS, Job, PeerFailed, Timing, installed, time_peer
@@ -88,7 +88,7 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
             ways["vectorised, no features"] = lambda w=work: _executor(replace(w, features=False), "vectorised", where)
         for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
             ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
-        with compiling_at_once():  # while rounds warm up
+        with compiling_after(0.0):  # while rounds warm up
             found = {name: _watched(work, name, way, where) for name, way in ways.items()}
         found |= _peers(work, peers)
         reference = flat(found["sequential"][1])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from coterie.core.federation import Federation
 from coterie.core.task import Task
 from coterie.engines import find_device
-from coterie.engines.chunks import compiling_at_once
+from coterie.engines.chunks import compiling_after
 from coterie.runs import plots
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.fit import fit
@@ -87,7 +86,7 @@ def every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device
     kept = None  # a run; with it are the features of frozen layers, which the next one shares
     for row in spec["methods"]:
         begin = time.monotonic()
-        with compiling_at_once() if spec.get("compile") else nullcontext():
+        with compiling_after(spec.get("patience")):
             kept = _trained(spec, row, task, federation, seed, device)
         named = {"column": column["name"], "method": row["name"], "seed": seed}
         scores.append({**named, **_scores(spec, kept), "seconds": time.monotonic() - begin})
