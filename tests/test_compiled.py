@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import coterie as ct
+from coterie.core.precision import arithmetic
 from coterie.engines import chunks, compiled, vmap
 from coterie.engines.compiled import Products
 
@@ -124,3 +125,24 @@ def test_a_graph_is_compiled_only_once_it_may_pay(monkeypatch):
     assert not tried  # 56 seconds
     ct.fit(method, task, few, rounds=10, device="cpu")
     assert len(tried) == 1
+
+
+def test_convolutions_in_bfloat16_are_so_as_a_whole():
+    """Of stacked clients too, whose convolutions vmap takes apart."""
+    x, weight, bias = torch.randn(3, 2, 4, 6, 6), torch.randn(3, 5, 4, 3, 3), torch.randn(3, 5)
+    with arithmetic("bfloat16", torch.device("cpu")):
+        stacked = torch.vmap(torch.nn.functional.conv2d)(x, weight, bias)
+        twice = torch.vmap(lambda x: torch.conv2d(torch.conv2d(x, weight[0], bias[0]), weight[1][:, :1], groups=5))(x)
+    assert stacked.dtype == twice.dtype == torch.bfloat16
+    one = torch.stack([torch.nn.functional.conv2d(*each) for each in zip(x, weight, bias, strict=True)])
+    assert torch.allclose(stacked.float(), one, atol=0.2)
+
+
+def test_bfloat16_is_batched_and_near_float32(at_once):
+    task, federation = ct.Task.classifier(network()), images()
+    method = ct.IFCA(2, init="random", tau=2, batch=3, lr=0.01)
+    whole = ct.fit(method, task, federation, rounds=2, seed=0, device="cpu")
+    short = ct.fit(method, task, federation, rounds=2, seed=0, device="cpu", precision="bfloat16")
+    assert short.labels.tolist() == whole.labels.tolist() and at_once
+    for ours, theirs in zip(short.models, whole.models, strict=True):
+        assert all(torch.allclose(ours[n], theirs[n], atol=2e-3) for n in theirs)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 
@@ -28,12 +31,33 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
     before = [getattr(place, name) for place, name, _, _ in switches]
     for place, name, exact, rough in switches:  # with bfloat16 rough too, for what is not cast to it
         setattr(place, name, exact if precision == "float32" else rough)
+    short = precision == "bfloat16"
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=short), _Convolutions() if short else nullcontext():
             yield
     finally:
         for (place, name, _, _), value in zip(switches, before, strict=True):
             setattr(place, name, value)
+
+
+class _Convolutions(TorchFunctionMode):
+    """Convolutions in bfloat16 as a whole, as autocast would have them.
+
+    vmap takes them apart before autocast sees them: into one with operands of two kinds, which some versions of torch
+    refuse, or into one without a bias that is added in float32, so that all that follows takes twice the memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CONVOLUTIONS:
+            args, kwargs = tree_map_only(Tensor, _shortened, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+def _shortened(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16) if x.dtype == torch.float32 else x
 
 
 def _switches() -> list[tuple[Any, str, Any, Any]]:
