@@ -1,6 +1,6 @@
 """A table of methods and data sets, with the mean and standard deviation over seeds in every cell.
 
-Data sets and seeds are computed side by side. Every run is scored as the authors did: by clusters that are
+On CPUs the data sets and seeds are computed side by side. Every run is scored as the authors did: by clusters that are
 chosen on the rows that `choose_on` names, after the last round or, if `best_round` says so, after the best one for the
 test rows. If that is not how a user would be served, it is scored that way too: by clusters chosen on training rows,
 after the last round.
