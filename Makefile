@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TOOLS := .venv/.tools
-NGINX := .venv/.nginx
+PROGRAMS := .venv/.programs
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint docs bench clean
@@ -13,7 +13,7 @@ demo: $(READY)
 
 # One thread per test process: processes that each use all cores spend their time waiting for each other. Of the three
 # two begin with the tests of real Flower processes, and mostly wait.
-test: lint $(NGINX)
+test: lint $(PROGRAMS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3
 
 lint: $(TOOLS)
@@ -44,12 +44,13 @@ $(TOOLS): $(READY)
 	$(PIP) --editable ".[dev]"
 	touch $@
 
-# For the test of the proxy alone, which is skipped where there is no nginx: nothing here may fail.
-$(NGINX): $(TOOLS)
+# For the tests of the proxy and of the CUDA kernels alone, which are skipped without: nothing here may fail.
+$(PROGRAMS): $(TOOLS)
 	@export PATH="$$PATH:/usr/sbin:/usr/local/sbin"; has() { command -v $$1 >/dev/null; }; \
 	as_root="env DEBIAN_FRONTEND=noninteractive"; [ "$$(id -u)" = 0 ] || as_root="sudo -n $$as_root"; \
-	if ! has nginx && has apt-get && $$as_root true 2>/dev/null; then \
-		echo "installing nginx, for the test of the proxy"; \
-		{ $$as_root apt-get -qq update; $$as_root apt-get -qq install -y --no-install-recommends nginx; } >/dev/null 2>&1; \
+	missing=""; for name in nginx g++; do has $$name || missing="$$missing $$name"; done; \
+	if [ -n "$$missing" ] && has apt-get && $$as_root true 2>/dev/null; then \
+		echo "installing$$missing, for tests"; \
+		{ $$as_root apt-get -qq update; $$as_root apt-get -qq install -y --no-install-recommends $$missing; } >/dev/null 2>&1; \
 	fi; \
-	if has nginx; then touch $@; else echo "there is no nginx: the test of the proxy is skipped"; fi
+	if has nginx && has g++; then touch $@; else echo "without nginx or g++: tests that need it are skipped"; fi

@@ -1,5 +1,7 @@
 """Losses and gradients of stacked clients by graphs, as engines compute them on a GPU."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,7 @@ def test_a_single_image_is_left_to_torch():
 def at_once(monkeypatch, request):
     """Graphs on a CPU, from the first round on and not fused, which would take a minute; and whether one convolves."""
     graphs = []
+    monkeypatch.setattr(compiled.GRAPHS, "_graphs", OrderedDict())
     monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
     monkeypatch.setattr(chunks, "PATIENCE", -1.0)
     monkeypatch.setattr(chunks, "SMALL", 0)
@@ -146,3 +149,18 @@ def test_bfloat16_is_batched_and_near_float32(at_once):
     assert short.labels.tolist() == whole.labels.tolist() and at_once
     for ours, theirs in zip(short.models, whole.models, strict=True):
         assert all(torch.allclose(ours[n], theirs[n], atol=2e-3) for n in theirs)
+
+
+def test_runs_of_one_task_share_their_graphs_and_others_do_not(at_once, monkeypatch):
+    task, federation, method = ct.Task.classifier(network()), images(), ct.FedAvg(tau=2, batch=4)
+    first = ct.fit(method, task, federation, rounds=2, seed=0, device="cpu")
+    made = len(at_once)
+    again = ct.fit(method, task, federation, rounds=2, seed=0, device="cpu")
+    assert len(at_once) == made and torch.equal(again.models[0]["0.weight"], first.models[0]["0.weight"])
+    ct.fit(method, ct.Task.classifier(network()), federation, rounds=2, seed=0, device="cpu")
+    assert len(at_once) == 2 * made
+    ct.fit(method, task, federation, rounds=2, seed=0, device="cpu", precision="bfloat16")
+    assert len(at_once) == 3 * made
+    monkeypatch.setattr(compiled, "KEPT", 1)
+    ct.fit(method, ct.Task.classifier(network()), federation, rounds=2, seed=0, device="cpu")
+    assert len(compiled.GRAPHS._graphs) == 1

@@ -10,6 +10,7 @@ clients, and two for its gradients.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,42 +26,57 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coterie.core.local import Way, one_gradient
+from coterie.core.precision import Precision
 from coterie.core.task import Task
+
+KEPT = 32  # graphs at most
 
 Function = Callable[..., tuple[Tensor, ...]]
 Dims = tuple[int | None, ...]
 
 
 class Compiled:
-    """What clients that vmap has stacked compute, for one task and one precision; graphs are kept by their shapes."""
+    """What clients that vmap has stacked compute; graphs are kept by task, precision and shapes, the last `KEPT`."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Any, tuple[Function, TreeSpec]] = {}
+        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
 
-    def way(self, *, products: bool) -> Way:
+    def way(self, precision: Precision, *, products: bool) -> Way:
         """The way to compute a function; with `products`, convolutions of gradients are matrix products."""
-        return partial(self._call, products)
+        return partial(self._call, precision, products)
 
-    def _call(self, products: bool, function: Callable[..., Any], task: Task, *args: Any) -> Any:
+    def _call(self, precision: Precision, products: bool, function: Callable[..., Any], task: Task, *args: Any) -> Any:
         given, spec = tree_flatten(args)
         at = [i for i, x in enumerate(given) if isinstance(x, Tensor)]  # a seed may be None
-        call = _Call(self, function, task, spec, tuple(at), products and function is one_gradient)
+        call = _Call(self, function, task, spec, tuple(at), precision, products and function is one_gradient)
         found = _Lifted.apply(call, *(given[i] for i in at))
         return tree_unflatten(list(found), call.ends[-1])
 
     def run(self, call: _Call, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a call whose clients are stacked (c, …), from its graph; that is made the first time."""
-        name = call.function.__name__, call.products
-        key = (*name, str(call.spec), call.dims, tuple((x.shape, x.dtype) for x in args))
+        shapes = tuple((x.shape, x.dtype, x.device) for x in args)
+        key = id(call.task), call.precision, call.function.__name__, call.products, str(call.spec), call.dims, shapes
         if key in self._graphs:
-            graph, end = self._graphs[key]
-            call.ends.append(end)
-            return tuple(graph(*args))
-        graph = compiled(make_fx(call.stacked())(*args))
-        self._graphs[key] = graph, call.ends[-1]
+            self._graphs.move_to_end(key)
+            found = self._graphs[key]
+            call.ends.append(found.end)
+            return tuple(found.compute(*args))
+        compute = compiled(make_fx(call.stacked())(*args))
+        self._graphs[key] = _Graph(compute, call.ends[-1], call.task)
+        while len(self._graphs) > KEPT:
+            self._graphs.popitem(last=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision is the user's to set
-            return tuple(graph(*args))
+            return tuple(compute(*args))
+
+
+class _Graph(NamedTuple):
+    compute: Function
+    end: TreeSpec  # how its outputs are put together
+    task: Task  # kept, so that no other one gets its id
+
+
+GRAPHS = Compiled()  # of all runs of a process: those that differ by their seed have the same
 
 
 def compiled(graph: torch.fx.GraphModule) -> Function:
@@ -78,6 +94,7 @@ class _Call:
         task: The task.
         spec: How the arguments are put together.
         at: Which of them are tensors.
+        precision: Of the arithmetic around the call.
         products: Whether convolutions are matrix products.
         dims: The stacked dimension of every tensor, for each vmap around the call, innermost first.
         ends: Once it was computed, how its outputs are put together.
@@ -88,6 +105,7 @@ class _Call:
     task: Task
     spec: TreeSpec
     at: tuple[int, ...]
+    precision: Precision
     products: bool
     dims: tuple[Dims, ...] = ()
     ends: list[TreeSpec] = field(default_factory=list)

@@ -16,7 +16,7 @@ from coterie.core.pytree import leaves, take, tree_map
 from coterie.core.step import Reply, step_name
 from coterie.core.train import Models, Train, own_rows
 from coterie.engines.chunks import Chunks, Ways
-from coterie.engines.compiled import Compiled
+from coterie.engines.compiled import GRAPHS
 from coterie.engines.errors import FAULTS, explained, is_own_fault
 from coterie.engines.graphs import Replayed
 from coterie.engines.local import Answer, LocalEngine
@@ -36,10 +36,9 @@ class Vmap(LocalEngine):
         super().__init__(*args, **kwargs)
         self.chunks = Chunks(self.store)
         self._recorded: dict[tuple[str, int, str], tuple[Any, Replayed, Replayed]] = {}
-        by = Compiled()
         self._graphs = {
-            "as a graph": by.way(products=False),
-            "as a graph of products": by.way(products=True),
+            "as a graph": GRAPHS.way(self.precision, products=False),
+            "as a graph of products": GRAPHS.way(self.precision, products=True),
         }
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:

@@ -8,8 +8,10 @@ after the last round.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,10 @@ def every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device
         seed: Of the data set and of the runs.
         device: "auto", "cpu" or "cuda".
     """
-    federation, task = seeded(column["data"], seed), heads(spec) if "pretrain" in spec else build_task(spec["task"])
+    federation, task = (
+        seeded(column["data"], seed),
+        heads(spec) if "pretrain" in spec else _task(json.dumps(spec["task"])),
+    )
     scores: list[dict[str, Any]] = []
     kept = None  # a run; with it are the features of frozen layers, which the next one shares
     for row in spec["methods"]:
@@ -91,6 +96,11 @@ def every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device
         named = {"column": column["name"], "method": row["name"], "seed": seed}
         scores.append({**named, **_scores(spec, kept), "seconds": time.monotonic() - begin})
     return scores
+
+
+@lru_cache(maxsize=1)  # seeds that are computed one after the other share what is compiled for it
+def _task(table: str) -> Task:
+    return build_task(json.loads(table))
 
 
 def _trained(
