@@ -116,6 +116,27 @@ def test_what_cannot_be_compiled_goes_on_without(monkeypatch, caplog):
     assert told and all("by vmap (" in line and "it cannot be compiled: no compiler" in line for line in told)
 
 
+def test_the_fastest_way_is_taken_and_all_are_told():
+    seconds = {"plain": 3.0, "slow": 4.0, "fast": 2.0}
+
+    class Told(chunks.Chunks):
+        def __init__(self):
+            pass
+
+        def _seconds(self, work, at):
+            return seconds[work(at)]
+
+    def broken(at):
+        raise RuntimeError("no room\nfor it")
+
+    graphs = {"slowly": lambda at: "slow", "fast": lambda at: "fast", "never": broken}
+    ways = chunks.Ways("work", lambda at: "plain", None, 0, graphs)
+    best, why = Told()._tried(ways, torch.arange(4))
+    assert best == 2 and why.startswith("fast (3000.0 ms a client by vmap; 4000.0 slowly, 0 s to compile; 2000.0 fast")
+    assert why.endswith("never it cannot be compiled: no room)")
+    assert Told()._tried(ways._replace(compiled={"never": broken}), torch.arange(4))[0] == 0
+
+
 def test_a_graph_is_compiled_only_once_it_may_pay(monkeypatch):
     tried = []
     monkeypatch.setattr(vmap, "COMPILING", ("cpu",))

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,9 +53,9 @@ class Workload:
         """Whether some layers are frozen."""
         return not all(p.requires_grad for p in self.module.parameters())
 
-    @property
+    @cached_property
     def task(self) -> Task:
-        """A classifier if the labels are integers, else a regressor."""
+        """A classifier if the labels are integers, else a regressor; one for all executors, which share its graphs."""
         kind = Task.regressor if self.federation.train.y.is_floating_point() else Task.classifier
         task = kind(self.module)
         return task if self.features else replace(task, trunk=lambda x: None)
