@@ -38,6 +38,7 @@ template <typename Kernel> bool run(int blocks, int threads, size_t bytes, size_
             all.emplace_back([=] {
                 blockIdx.x = b, threadIdx.x = t;
                 kernel();
+                barrier->arrive_and_drop();  // a thread that left early does not keep the others waiting
             });
         for (auto &thread : all) thread.join();
     }

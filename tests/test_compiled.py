@@ -1,6 +1,10 @@
 """Losses and gradients of stacked clients by graphs, as engines compute them on a GPU."""
 
+import gc
+import itertools
+import math
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,17 +142,44 @@ def test_the_fastest_way_is_taken_and_all_are_told():
 
 
 def test_a_graph_is_compiled_only_once_it_may_pay(monkeypatch):
-    tried = []
+    tried, ticks = [], itertools.count(0, 8.0)  # every look at the clock is 8 seconds after the last
     monkeypatch.setattr(vmap, "COMPILING", ("cpu",))
     monkeypatch.setattr(chunks, "SMALL", 0)
+    monkeypatch.setattr(chunks, "LONG", math.inf)
     monkeypatch.setattr(chunks.Chunks, "_tried", lambda self, ways, chunk: (tried.append(1), (0, ""))[1])
-    monkeypatch.setattr(chunks.Chunks, "_seconds", lambda self, work, at: 4.0)
+    monkeypatch.setattr(chunks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     task, method = ct.Task.classifier(network()), ct.FedAvg(tau=2, batch=4)
     few = images().select([0, 3])  # of one size
-    ct.fit(method, task, few, rounds=7, device="cpu")
-    assert not tried  # 56 seconds
+    ct.fit(method, task, few, rounds=8, device="cpu")
+    assert not tried  # 64 seconds, but before the last round it was 56
     ct.fit(method, task, few, rounds=10, device="cpu")
     assert len(tried) == 1
+
+
+def test_shapes_that_do_not_recur_are_not_compiled(at_once, monkeypatch):
+    monkeypatch.setattr(chunks, "PATIENCE", 60.0)
+    g = torch.Generator().manual_seed(0)
+    sizes = range(4, 24)
+    federation = ct.Federation.from_clients(
+        [(torch.randn(n, 2, 6, 6, generator=g), torch.randint(3, (n,), generator=g)) for n in sizes]
+    )
+    ct.fit(ct.FedAvg(tau=1, batch=4, fraction=0.2), ct.Task.classifier(network()), federation, rounds=5, device="cpu")
+    assert not at_once
+
+
+def test_a_resumed_run_goes_on_where_nothing_can_be_compiled(at_once, monkeypatch, tmp_path):
+    task, federation, method = ct.Task.classifier(network()), images(), ct.FedAvg(tau=2, batch=4)
+    ct.fit(method, task, federation, rounds=2, device="cpu", out=tmp_path / "run")
+    assert at_once
+
+    def refuse(graph):
+        raise AssertionError  # without a word
+
+    monkeypatch.setattr(compiled, "compiled", refuse)
+    monkeypatch.setattr(compiled.GRAPHS, "_graphs", OrderedDict())
+    ct.fit(method, task, federation, rounds=4, device="cpu", out=tmp_path / "run", resume=True)
+    told = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "compiled: by vmap (AssertionError)" in told
 
 
 def test_convolutions_in_bfloat16_are_so_as_a_whole():
@@ -157,7 +188,12 @@ def test_convolutions_in_bfloat16_are_so_as_a_whole():
     with arithmetic("bfloat16", torch.device("cpu")):
         stacked = torch.vmap(torch.nn.functional.conv2d)(x, weight, bias)
         twice = torch.vmap(lambda x: torch.conv2d(torch.conv2d(x, weight[0], bias[0]), weight[1][:, :1], groups=5))(x)
-    assert stacked.dtype == twice.dtype == torch.bfloat16
+        with Products():
+            product = torch.vmap(torch.conv2d)(x, weight, bias)
+        turned = torch.vmap(torch.conv_transpose2d)(x, weight.transpose(1, 2), bias)
+        with torch.autocast("cpu", enabled=False):
+            whole = torch.conv2d(x[0], weight[0], bias[0])
+    assert {y.dtype for y in (stacked, twice, product, turned)} == {torch.bfloat16} and whole.dtype == torch.float32
     one = torch.stack([torch.nn.functional.conv2d(*each) for each in zip(x, weight, bias, strict=True)])
     assert torch.allclose(stacked.float(), one, atol=0.2)
 
@@ -182,6 +218,10 @@ def test_runs_of_one_task_share_their_graphs_and_others_do_not(at_once, monkeypa
     assert len(at_once) == 2 * made
     ct.fit(method, task, federation, rounds=2, seed=0, device="cpu", precision="bfloat16")
     assert len(at_once) == 3 * made
+    del task, first, again
+    gc.collect()
+    assert not compiled.GRAPHS._graphs  # of tasks that are gone
     monkeypatch.setattr(compiled, "KEPT", 1)
-    ct.fit(method, ct.Task.classifier(network()), federation, rounds=2, seed=0, device="cpu")
+    task = ct.Task.classifier(network())
+    ct.fit(method, task, federation, rounds=2, seed=0, device="cpu")
     assert len(compiled.GRAPHS._graphs) == 1

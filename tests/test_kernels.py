@@ -38,7 +38,7 @@ def on_cpu(monkeypatch, tmp_path):
 
 def _library(name, size, args, folder):
     """A shared library with a function `launch` that runs all blocks of a kernel."""
-    built = folder / f"{name}.so"
+    built = folder / f"{name}-{'-'.join(map(str, size.values()))}.so"
     if built.exists():
         return built
     kernel = (SOURCES / f"{name}.cu").read_text().replace("extern __shared__ char memory[];", "")
@@ -54,7 +54,7 @@ def _library(name, size, args, folder):
         + f"    return run(blocks, threads, bytes, sizeof(Shared), [=] {{ {name}({', '.join(names)}); }});\n}}\n"
     )
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", str(source), "-o", str(built)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run(command, check=True)
     return built
 
 

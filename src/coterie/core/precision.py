@@ -49,15 +49,20 @@ class _Convolutions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CONVOLUTIONS:
-            args, kwargs = tree_map_only(Tensor, _shortened, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, shortened, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
-_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_CONVOLUTIONS = (
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+)  # fmt: skip
 
 
-def _shortened(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16) if x.dtype == torch.float32 else x
+def shortened(x: Tensor) -> Tensor:
+    """An operand of a product as autocast has it: where it is on, a float32 number loses bits."""
+    kind = x.device.type
+    whole = x.dtype != torch.float32 or not torch.is_autocast_enabled(kind)
+    return x if whole else x.to(torch.get_autocast_dtype(kind))
 
 
 def _switches() -> list[tuple[Any, str, Any, Any]]:

@@ -24,7 +24,7 @@ LITTLE = 2**21  # multiplications that take no longer than it takes to tell torc
 SMALL = 2**19  # multiplications for which there is memory in any case, and that take less time than measuring them
 SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
-PATIENCE = 60.0  # seconds that work must have taken before graphs are compiled for it, which takes about as long
+PATIENCE = 60.0  # seconds that work of one shape must have taken before graphs are compiled, which takes about as long
 BY_VMAP = "by vmap"  # how the way without a graph is called in the log
 
 Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
@@ -71,7 +71,7 @@ class Chunks:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._cuts: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
-        self._spent: dict[str, tuple[float, float]] = {}  # on work that could be compiled: in all, and each time
+        self._spent: dict[str, float] = {}  # seconds, on work that could be compiled
 
     def of(self, exchange: Exchange, sizes: Tensor, ways: Ways) -> Iterator[tuple[Tensor, Work]]:
         """Positions of clients that go together, all buckets of them, and how they are to be done."""
@@ -81,10 +81,8 @@ class Chunks:
                 continue
             size = 0 if name else self._size(exchange, sizes, bucket, ways)
             work = ways.alone if size == 0 and ways.alone is not None else ways.together
-            if ways.compiled and size:
-                work = self._fastest(exchange, sizes, bucket, ways, size)
             for at in bucket.split(size or 1):
-                yield at, work
+                yield at, self._fastest(exchange, sizes, at, ways) if ways.compiled and size else work
 
     def _buckets(self, exchange: Exchange, sizes: Tensor) -> list[Tensor]:
         """All clients by size; while the same clients take part and remember nothing, it need not be done again."""
@@ -155,20 +153,29 @@ class Chunks:
                 return 0, f"{1e3 * single:.0f} ms a client, {1e3 * batched:.0f} in chunks of {len(chunk)}"
         return size, why
 
-    def _fastest(self, exchange: Exchange, sizes: Tensor, bucket: Tensor, ways: Ways, size: int) -> Work:
-        """The fastest way to do all at once; graphs are tried when that has taken as long as compiling them would."""
-        ledger, label = exchange.ledger, _label(exchange, sizes, bucket, ways) + ", compiled"
+    def _fastest(self, exchange: Exchange, sizes: Tensor, at: Tensor, ways: Ways) -> Work:
+        """The fastest way to do these clients at once.
+
+        A graph is of one shape. It is tried when all work of that shape has taken as long as compiling would.
+        """
+        ledger, most = exchange.ledger, int(sizes[at].max())
+        label = f"{ways.name} of {len(at)} clients with up to {most} {exchange.part} rows, compiled"
         if label not in ledger.chunks:
-            if label not in self._spent:
-                again = min(self._seconds(ways.together, bucket[:size]) for _ in range(2))
-                self._spent[label] = 0.0, len(bucket) * again
-            spent, each = self._spent[label]
-            self._spent[label] = spent + each, each
-            if spent < PATIENCE:
-                return ways.together
-            ledger.chunks[label], why = self._tried(ways, bucket[:size])
+            if self._spent.get(label, 0.0) < PATIENCE:
+                return lambda at: self._timed(label, ways.together, at)
+            ledger.chunks[label], why = self._tried(ways, at)
             ledger.messages.append(f"vectorised: {label}: {why}")
-        return [ways.together, *ways.compiled.values()][ledger.chunks[label]]
+        if not (which := ledger.chunks[label]):
+            return ways.together
+        return lambda at: _by_graph(label, list(ways.compiled.values())[which - 1], ways, ledger, at)
+
+    def _timed(self, label: str, work: Work, at: Tensor) -> Any:
+        """Do it, and add the seconds to those of its kind."""
+        begin = time.perf_counter()
+        done = work(at)
+        self._wait()
+        self._spent[label] = self._spent.get(label, 0.0) + time.perf_counter() - begin
+        return done
 
     def _tried(self, ways: Ways, chunk: Tensor) -> tuple[int, str]:
         """Which way is the fastest, 0 for the one without a graph, and what was found."""
@@ -185,7 +192,7 @@ class Chunks:
         try:
             work(chunk)
         except Exception as error:  # there is no compiler, or not enough memory, or it fails: nothing depends on it
-            return math.inf, f"{name} it cannot be compiled: {str(error).splitlines()[0]}"
+            return math.inf, f"{name} it cannot be compiled: {_first_line(error)}"
         took = time.perf_counter() - begin
         seconds = min(self._seconds(work, chunk) for _ in range(2))
         return seconds, f"{1e3 * seconds:.1f} {name}, {took:.0f} s to compile"
@@ -225,8 +232,22 @@ def _at_once(name: str, ways: Ways, ledger: Ledger, at: Tensor) -> Any:
     return done
 
 
+def _by_graph(label: str, graph: Work, ways: Ways, ledger: Ledger, at: Tensor) -> Any:
+    """What a graph does; without it, now and from then on, where a run is resumed that can no longer compile it."""
+    try:
+        return graph(at)
+    except Exception as error:
+        ledger.chunks[label] = 0
+        ledger.messages.append(f"vectorised: {label}: {BY_VMAP} ({_first_line(error)})")
+        return ways.together(at)
+
+
 def _why_refused(error: Exception) -> str:
-    return f"vmap cannot batch this model: {str(error).splitlines()[0]}"
+    return f"vmap cannot batch this model: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def size_class(rows: int) -> int:

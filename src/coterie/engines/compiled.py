@@ -10,6 +10,7 @@ clients, and two for its gradients.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coterie.core.local import Way, one_gradient
-from coterie.core.precision import Precision
+from coterie.core.precision import Precision, shortened
 from coterie.core.task import Task
 
 KEPT = 32  # graphs at most
@@ -39,7 +40,7 @@ class Compiled:
     """What clients that vmap has stacked compute; graphs are kept by task, precision and shapes, the last `KEPT`."""
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[Any, tuple[Function, TreeSpec]] = OrderedDict()
 
     def way(self, precision: Precision, *, products: bool) -> Way:
         """The way to compute a function; with `products`, convolutions of gradients are matrix products."""
@@ -55,25 +56,20 @@ class Compiled:
     def run(self, call: _Call, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a call whose clients are stacked (c, …), from its graph; that is made the first time."""
         shapes = tuple((x.shape, x.dtype, x.device) for x in args)
-        key = id(call.task), call.precision, call.function.__name__, call.products, str(call.spec), call.dims, shapes
+        key = id(call.task), call.precision, call.function, call.products, str(call.spec), call.at, call.dims, shapes
         if key in self._graphs:
             self._graphs.move_to_end(key)
-            found = self._graphs[key]
-            call.ends.append(found.end)
-            return tuple(found.compute(*args))
-        compute = compiled(make_fx(call.stacked())(*args))
-        self._graphs[key] = _Graph(compute, call.ends[-1], call.task)
+            graph, end = self._graphs[key]
+            call.ends.append(end)
+            return tuple(graph(*args))
+        graph = compiled(make_fx(call.stacked())(*args))
+        self._graphs[key] = graph, call.ends[-1]
+        weakref.finalize(call.task, self._graphs.pop, key, None).atexit = False  # another task may get its id
         while len(self._graphs) > KEPT:
             self._graphs.popitem(last=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision is the user's to set
-            return tuple(compute(*args))
-
-
-class _Graph(NamedTuple):
-    compute: Function
-    end: TreeSpec  # how its outputs are put together
-    task: Task  # kept, so that no other one gets its id
+            return tuple(graph(*args))
 
 
 GRAPHS = Compiled()  # of all runs of a process: those that differ by their seed have the same
@@ -213,6 +209,7 @@ class _Convolution(torch.autograd.Function):
         rows = window.under(x).reshape(-1, weight[0].numel())
         at_weight = rows.T @ gradient.permute(0, 2, 3, 1).reshape(-1, out).to(rows.dtype)
         at_weight = at_weight.reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
+        at_weight = at_weight.clone(memory_format=torch.contiguous_format)  # a graph is of one order in memory
         apart = _apart(gradient, window.stride)
         turned = weight.flip(2, 3).transpose(0, 1)
         at_x = _product(apart, turned, window.backwards(x.shape[2:], gradient.shape[2:]))
@@ -224,7 +221,7 @@ def _product(x: Tensor, weight: Tensor, window: _Window) -> Tensor:
     under = window.under(x)
     size = weight[0].numel()
     found = under.reshape(-1, size) @ weight.permute(2, 3, 1, 0).reshape(size, -1)
-    return found.reshape(*under.shape[:3], -1).permute(0, 3, 1, 2)
+    return found.reshape(*under.shape[:3], len(weight)).permute(0, 3, 1, 2)
 
 
 def _apart(x: Tensor, stride: tuple[int, int]) -> Tensor:
@@ -249,11 +246,10 @@ def _convolved(
     """`conv2d` of rows (n, c, h, w), with channels last in memory; None for what is left to torch."""
     if groups != 1 or input.dim() != 4:
         return None
-    if torch.is_autocast_enabled(input.device.type):  # before pixels are gathered, which are many more
-        input, weight = (x.to(torch.get_autocast_dtype(input.device.type)) for x in (input, weight))
+    input, weight = shortened(input), shortened(weight)  # before pixels are copied, which are many more
     window = _Window((weight.shape[2], weight.shape[3]), _pair(stride), _pair(dilation), (0, 0, 0, 0))
     found = _Convolution.apply(input, weight, window._replace(padding=_padding(padding, window.reach)))
-    return found if bias is None else found + bias[:, None, None]
+    return found if bias is None else found + shortened(bias)[:, None, None]
 
 
 def _padding(padding: Sides | str, reach: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from coterie.engines.descent import Moved, Work
 
 CLASSES, THREADS = 32, 512  # with more, a thread gets too few registers
 TILE = 32  # rows of z that turn.cu has in shared memory at a time
-SIZES = 16  # for which they are compiled at most; that takes a second or two each
+SIZES = 16  # for which each is compiled at most; that takes a second or two
 
 log = logging.getLogger("coterie")
 
@@ -95,10 +96,14 @@ def _up(n: int, by: int = 4) -> int:
     return -(-n // by) * by
 
 
+_sizes_of: Counter[str] = Counter()  # for which a kernel was compiled
+
+
 @functools.cache
 def _compiled(name: str, n: int, h: int, classes: int, device: torch.device) -> Any:
     """The kernel; None where it cannot be compiled, or was for so many sizes that waiting for one more does not pay."""
-    if _compiled.cache_info().currsize >= SIZES:
+    _sizes_of[name] += 1
+    if _sizes_of[name] > SIZES:
         return None
     size = _sizes(name, n, h, classes)
     source = "".join(f"#define {key} {value}\n" for key, value in size.items() if key != "bytes")

@@ -24,7 +24,7 @@ from coterie.engines.refusal import is_refusal
 
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
 RECORDING = ("cuda",)  # devices whose operations can be recorded
-COMPILING = ("cuda",)  # devices on which graphs of convolutions are faster than one operation after the other
+COMPILING = ("cuda",)  # devices on which graphs of convolutions may be faster than one operation after the other
 
 
 class Vmap(LocalEngine):

@@ -91,7 +91,7 @@ def every_method(spec: dict[str, Any], column: dict[str, Any], seed: int, device
     kept = None  # a run; with it are the features of frozen layers, which the next one shares
     for row in spec["methods"]:
         begin = time.monotonic()
-        with compiling_after(spec.get("patience")):
+        with compiling_after(spec.get("compile_after")):
             kept = _trained(spec, row, task, federation, seed, device)
         named = {"column": column["name"], "method": row["name"], "seed": seed}
         scores.append({**named, **_scores(spec, kept), "seconds": time.monotonic() - begin})
