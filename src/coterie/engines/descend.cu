@@ -20,15 +20,7 @@ __device__ void turn(Shared &s, int j, float lr, float prox, const float *head_0
     for (int c = 0; c < C; c++) v[c] = s.head[c][j];
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const float z = s.z[i][j], active = fmaxf(z, 0.f);
-        float at_z = 0.f;
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            const float at_out = s.at_out[i][c];
-            at_z += at_out * v[c];
-            at_v[c] += at_out * active;
-        }
-        down[i] = (z > 0.f ? at_z : 0.f) - prox * lr * s.total[i][j];
+        down[i] = at_column(s, i, j, v, at_v) - prox * lr * s.total[i][j];
         s.total[i][j] += down[i];
     }
 #pragma unroll

@@ -53,3 +53,18 @@ template <typename S> __device__ void compare(S &s, int rows, const long long *y
         s.loss[i] = (logf(all) - own) * share[i];
     }
 }
+
+// From the gradient at the logits of row i to that at its number in column j of z, whose part of the head is v; what the
+// row adds to the gradient of v goes into at_v.
+template <typename S>
+__device__ float at_column(const S &s, int i, int j, const float (&v)[C], float (&at_v)[C]) {
+    const float z = s.z[i][j], active = fmaxf(z, 0.f);
+    float at_z = 0.f;
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+        const float at_out = s.at_out[i][c];
+        at_z += at_out * v[c];
+        at_v[c] += at_out * active;
+    }
+    return z > 0.f ? at_z : 0.f;
+}

@@ -49,17 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) turn(
             for (int i = 0; i < some; i++) sum += s.loss[i];
         if (j < H) {
 #pragma unroll 4
-            for (int i = 0; i < some; i++) {
-                const float own = s.z[i][j], active = fmaxf(own, 0.f);
-                float at_z = 0.f;
-#pragma unroll
-                for (int c = 0; c < C; c++) {
-                    const float at_out = s.at_out[i][c];
-                    at_z += at_out * v[c];
-                    at_v[c] += at_out * active;
-                }
-                s.z[i][j] = own > 0.f ? at_z : 0.f;  // from here on it holds the gradient
-            }
+            for (int i = 0; i < some; i++) s.z[i][j] = at_column(s, i, j, v, at_v);  // from here on the gradient
         }
         __syncthreads();
 #pragma unroll 8
