@@ -6,7 +6,7 @@ TOOLS := .venv/.tools
 PROGRAMS := .venv/.programs
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs screenshots bench clean
 
 demo: $(READY)
 	$(BIN)/coterie demo
@@ -24,6 +24,9 @@ lint: $(TOOLS)
 
 docs: $(TOOLS)
 	$(BIN)/mkdocs build --strict
+
+screenshots: $(PROGRAMS)
+	$(BIN)/python docs/screenshots.py
 
 bench: $(TOOLS)
 	$(BIN)/coterie bench speed
@@ -44,13 +47,13 @@ $(TOOLS): $(READY)
 	$(PIP) --editable ".[dev]"
 	touch $@
 
-# For the tests of the proxy and of the CUDA kernels alone, which are skipped without: nothing here may fail.
+# For the tests of the proxy, of the CUDA kernels and of pages in a browser alone, which are skipped without: nothing here may fail.
 $(PROGRAMS): $(TOOLS)
 	@export PATH="$$PATH:/usr/sbin:/usr/local/sbin"; has() { command -v $$1 >/dev/null; }; \
 	as_root="env DEBIAN_FRONTEND=noninteractive"; [ "$$(id -u)" = 0 ] || as_root="sudo -n $$as_root"; \
-	missing=""; for name in nginx g++; do has $$name || missing="$$missing $$name"; done; \
+	missing=""; for name in nginx g++ chromium; do has $$name || missing="$$missing $$name"; done; \
 	if [ -n "$$missing" ] && has apt-get && $$as_root true 2>/dev/null; then \
 		echo "installing$$missing, for tests"; \
 		{ $$as_root apt-get -qq update; $$as_root apt-get -qq install -y --no-install-recommends $$missing; } >/dev/null 2>&1; \
 	fi; \
-	if has nginx && has g++; then touch $@; else echo "without nginx or g++: tests that need it are skipped"; fi
+	if has nginx && has g++ && has chromium; then touch $@; else echo "without nginx, g++ or chromium: tests that need it are skipped"; fi

@@ -15,6 +15,7 @@ import torch
 import coterie as ct
 from coterie.runs import folder as record
 from coterie.runs.evaluate import Scores
+from coterie.storage import snapshot
 
 TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 
@@ -78,6 +79,7 @@ def test_what_a_run_gives(run, digits):
         "accuracy",
         "per_cluster",
         "changed",
+        "moved",
         "groups",
         "members",
         "participants",
@@ -163,6 +165,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, digits, c
     files[-1].write_bytes(files[-1].read_bytes()[:-100])
     resumed = ct.fit(algorithm, TASK, digits, rounds=6, out=tmp_path / "cut", resume=True)
     assert "round-000004.safetensors is damaged" in caplog.text and "falling back" in caplog.text
+    assert (tmp_path / "cut" / "checkpoints" / "round-000004.damaged").exists()  # nothing is thrown away
     assert all(torch.equal(a[n], b[n]) for a, b in zip(whole.models, resumed.models, strict=True) for n in a)
 
 
@@ -192,7 +195,7 @@ def test_bad_settings_leave_no_folder_behind(tmp_path, digits):
         ct.fit(ct.IFCA(17), TASK, digits, rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".config.toml.part").touch()  # what a kill in the first write leaves
+    (tmp_path / "run" / ".config.toml.0a1b.part").touch()  # what a kill in the first write leaves
     assert ct.fit(ct.FedAvg(), TASK, digits, rounds=1, out=tmp_path / "run").path == tmp_path / "run"
 
 
@@ -202,6 +205,32 @@ def test_a_finished_run_goes_on_for_more_rounds_but_not_fewer(tmp_path, digits):
         ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "run", resume=True)
     more = ct.fit(ct.FedAvg(), TASK, digits, rounds=5, out=tmp_path / "run", resume=True)
     assert len(more.history) == 5 and record.read_config(tmp_path / "run")["run"]["rounds"] == 5
+
+
+def test_a_stranger_s_run_folder_leads_nowhere_else(tmp_path, digits):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "a")
+    for name in (".events.jsonl.part", ".config.toml.part", "checkpoints/.round-000003.safetensors.part"):
+        (tmp_path / "a" / name).symlink_to(precious)  # as a predictable temporary name would be taken
+    assert len(ct.fit(ct.FedAvg(), TASK, digits, rounds=3, out=tmp_path / "a", resume=True).history) == 3
+    assert precious.read_text() == "mine"
+    (tmp_path / "log").symlink_to(precious)
+    with pytest.raises(OSError, match="log cannot be written"):
+        snapshot.append_text(tmp_path / "log", "theirs")
+    assert precious.read_text() == "mine"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(tmp_path, digits, monkeypatch):
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "a")
+
+    def refused(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("safetensors.safe_open", refused)
+    with pytest.raises(OSError, match=r"round-000002\.safetensors cannot be read: Permission denied"):
+        ct.fit(ct.FedAvg(), TASK, digits, rounds=3, out=tmp_path / "a", resume=True)
+    assert len(list((tmp_path / "a" / "checkpoints").glob("round-*.safetensors"))) == 2
 
 
 def test_every_checkpoint_damaged_means_starting_again(tmp_path, digits):

@@ -119,7 +119,7 @@ def test_secrets_are_for_their_owner_alone(tmp_path):
     with umask(0o022):
         snapshot.write_private(tmp_path / "key", "secret")
         snapshot.save(tmp_path / "memory", {"x": torch.zeros(2)}, private=True)
-        (tmp_path / ".key2.part").touch()  # of a process that was killed
+        (tmp_path / ".key2.0a1b.part").touch()  # of a process that was killed
         snapshot.write_private(tmp_path / "key2", "secret")
     assert {path.name: permissions(path) for path in tmp_path.iterdir()} == dict.fromkeys(
         ("key", "key2", "memory"), 0o600

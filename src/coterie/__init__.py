@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names are found as `__getattr__` says
-    from coterie import callbacks, data, models, testing
+    from coterie import callbacks, data, models, plot, testing
     from coterie.analysis.table_fit import TableFit, fit_table
     from coterie.core.augment import CropFlip
     from coterie.core.federation import Federation
@@ -69,7 +69,7 @@ _HOMES = {
     "secure": ("SecureSum",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("callbacks", "data", "models", "testing")
+_MODULES = ("callbacks", "data", "models", "plot", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import coterie as ct
+from coterie import report
 from coterie.runs import plots
 from coterie.runs.folder import read_result
 from coterie.storage.snapshot import write_text
@@ -21,10 +22,10 @@ METHODS: dict[str, ct.FedAvg | ct.LocalOnly | ct.IFCA] = {
 
 
 def run(out: Path, device: str) -> list[dict[str, Any]]:
-    """Train the three methods, draw a picture, and return one row per method, as in summary.json.
+    """Train the three methods, draw a picture, write a report, and return one row per method, as in summary.json.
 
     Args:
-        out: Folder for the runs, summary.json and the picture.
+        out: Folder for the runs, summary.json, the picture and the report.
         device: "auto", "cpu" or "cuda".
     """
     federation = ct.data.rotated_digits(clients=CLIENTS, seed=SEED)
@@ -39,5 +40,6 @@ def run(out: Path, device: str) -> list[dict[str, Any]]:
         columns = ("ari", "seconds", "bytes_up", "bytes_down")
         rows.append({"method": name, "accuracy": result["score"], **{key: result[key] for key in columns}})
     plots.demo(out / "demo.png", folders, "ifca", federation)
+    report.write(list(folders.values()), out / "report.html")
     write_text(out / "summary.json", json.dumps(rows, indent=1) + "\n")
     return rows

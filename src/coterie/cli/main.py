@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import coterie
-from coterie.cli import compare, flower, lab, sweep, tables
+from coterie.cli import compare, flower, lab, report, serve, sweep, tables
 from coterie.cli import demo as demo_module
 from coterie.cli import show as display
 from coterie.cli.files import read_toml
@@ -32,7 +32,9 @@ app.add_typer(flower.app, name="flower")
 app.add_typer(lab.bench, name="bench")
 app.command()(lab.reproduce)
 app.command()(sweep.sweep)
+app.command()(serve.serve)
 app.command()(compare.compare)
+app.command()(report.report)
 app.command()(tables.fit)
 app.command()(tables.predict)
 
@@ -88,7 +90,8 @@ def run(
     options = {**built.run, **{n: v for n, v in (("device", device), ("executor", executor)) if v is not None}}
     if ranks.world() > 1:
         _share_out(options)
-    fit(built.algorithm, built.task, built.federation, out=where, resume=resume, overwrite=overwrite, **options)
+    keep = {"out": where, "resume": resume, "overwrite": overwrite}
+    fit(built.algorithm, built.task, built.federation, callbacks=built.callbacks, **keep, **options)
     if ranks.rank() == 0:  # the process that writes the folder
         display.emit(display.summary(where), as_json, lambda: display.show(where))
 

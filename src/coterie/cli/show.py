@@ -200,6 +200,7 @@ def demo(rows: list[dict[str, Any]], out: Path) -> None:
         )
     console.print(table)
     console.print(f"picture: {out / 'demo.png'}   runs: coterie show {out / 'ifca'}")
+    console.print(f"report: {out / 'report.html'}")
 
 
 def assigned(found: list[dict[str, Any]]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from coterie.core.card import Card
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import each_nearest, membership
@@ -66,6 +67,22 @@ class Groups(NamedTuple):
     labels: Tensor
 
 
+class Coefficient(NamedTuple):
+    """A parameter of a cluster's model that people read.
+
+    Attributes:
+        name: Of the parameter.
+        cluster: Whose model it is of.
+        mean: Its value.
+        error: Its standard error, None where nobody knows it.
+    """
+
+    name: str
+    cluster: int
+    mean: float
+    error: float | None
+
+
 class Served(NamedTuple):
     """What clients are sent to be served with.
 
@@ -88,6 +105,9 @@ class Method(ABC):
 
     needs: ClassVar[Needs] = Needs()
     quick: ClassVar[Mapping[str, Any]] = {}  # settings with which it does little work, for the conformance suite
+
+    def _repr_html_(self) -> str:
+        return Card(type(self).__name__, [(f.name, repr(getattr(self, f.name))) for f in fields(self)]).html()
 
     @abstractmethod
     def start(self, task: Task, cohort: Cohort, key: Key) -> Any:
@@ -204,6 +224,10 @@ class Method(ABC):
     def report(self, state: Any) -> str | None:
         """What was learnt besides models and clusters, as text; None where there is nothing."""
         return None
+
+    def coefficients(self, state: Any) -> list[Coefficient]:
+        """The parameters that people read one by one, for reports; empty where nobody does."""
+        return []
 
     def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
         """What speaks against the result when a run ends, a sentence each. Clients may be asked, uncharged."""

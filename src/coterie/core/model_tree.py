@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from typing import Any, NamedTuple
 
 from coterie.core.pytree import Params
@@ -17,6 +18,7 @@ class Branch(NamedTuple):
     cluster: int | None  # of a leaf
     round: int  # in which it was made, 0 for the root
     cross: float | None  # the largest similarity across its split
+    similar: list[list[float]] | None  # of all its clients, those of the first child before those of the second
     model: Params
 
 
@@ -43,8 +45,11 @@ class ModelTree(NamedTuple):
             for v, b in self.nodes.items()
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(drawn(self.outline()))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
 
 def drawn(outline: list[dict[str, Any]]) -> list[str]:

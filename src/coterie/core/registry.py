@@ -22,9 +22,10 @@ from coterie.storage.names import nearest_name
 log = logging.getLogger("coterie")
 
 GROUP = "coterie.methods"
-BUILT_IN = ("coterie.methods", "coterie.runs.evaluate", "coterie.runs.diagnosis")  # modules that register classes
+# Modules that register classes.
+BUILT_IN = ("coterie.methods", "coterie.runs.evaluate", "coterie.runs.diagnosis", "coterie.callbacks")
 
-Kind = Literal["method", "start", "optimiser", "schedule", "uplink", "service"]
+Kind = Literal["method", "start", "optimiser", "schedule", "uplink", "callback", "service"]
 Class = TypeVar("Class", bound=type)
 
 _registered: dict[tuple[Kind, str], type] = {}
@@ -36,7 +37,8 @@ def register(name: str, kind: Kind = "method") -> Callable[[Class], Class]:
     Args:
         name: As it is written in a configuration.
         kind: "method"; "start", a way to find the first models; "optimiser" or "schedule", of training; "uplink", a
-            change of replies; or "service", which has client steps but is no choice of the user's.
+            change of replies; "callback", of `fit`; or "service", which has client steps but is no choice of
+            the user's.
     """
 
     def decorate(cls: Class) -> Class:
@@ -76,9 +78,12 @@ def named(cls: type) -> str | None:
 
 
 def owners() -> dict[str, type[Any]]:
-    """All registered classes by kind and name, such as "method.ifca": those whose client steps a node can run."""
+    """All registered classes by kind and name, such as "method.ifca": those whose client steps a node can run.
+
+    Callbacks have none. They write where they are told to, so a node must not make one that a message names.
+    """
     _load()
-    return {f"{kind}.{name}": cls for (kind, name), cls in _registered.items()}
+    return {f"{kind}.{name}": cls for (kind, name), cls in _registered.items() if kind != "callback"}
 
 
 @cache

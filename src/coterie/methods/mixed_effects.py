@@ -23,7 +23,7 @@ from torch import Tensor
 from coterie.core.cohort import Cohort
 from coterie.core.features import is_generalised_linear, is_linear
 from coterie.core.key import Key
-from coterie.core.method import Groups, Method, Needs, Report, Served
+from coterie.core.method import Coefficient, Groups, Method, Needs, Report, Served
 from coterie.core.pytree import Outer, Params, exact, flat, take, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -249,6 +249,10 @@ class MixedEffects(Method):
     def report(self, state: State) -> str:
         """The effects as a table."""
         return str(self.effects(state))
+
+    def coefficients(self, state: State) -> list[Coefficient]:
+        """μ of every component, with standard errors."""
+        return self.effects(state).coefficients()
 
     def labels(self, state: State) -> Tensor:
         """Every client's likeliest component, -1 where a secure sum hides it."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.core.method import Coefficient
 from coterie.core.pytree import Params
 from coterie.parts.random_effects import Frame, Mixture
 
@@ -74,6 +75,14 @@ class Effects:
             within=within / total,
             rest=noise / total if noisy else None,
         )
+
+    def coefficients(self) -> list[Coefficient]:
+        """Every μ with its standard error."""
+        return [
+            Coefficient(name, j, float(self.mean[j, i]), float(self.error[j, i]))
+            for j in range(len(self.mean))
+            for i, name in enumerate(self.names)
+        ]
 
     def __str__(self) -> str:
         """A table of μ ± its standard error, and of the deviations within components."""

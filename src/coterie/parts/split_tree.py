@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from coterie.core.model_tree import Branch, ModelTree
 from coterie.core.pytree import Params, put_rows, take, tree_map
 
 ROOT = 0
+SHOWN = 100  # clients at most whose similarities readers see
 
 
 class Node(NamedTuple):
@@ -137,7 +139,16 @@ def model_tree(
             cluster=leaves.index(v) if v in leaves else None,
             round=at.since + 1,
             cross=at.cross if at.children else None,
+            similar=_similar([tree[u].updates for u in at.children]),
             model=tree_map(torch.Tensor.cpu, model),
         )
 
     return ModelTree({v: branch(v, at) for v, at in tree.items()})
+
+
+def _similar(updates: list[Tensor]) -> list[list[float]] | None:
+    """α of all clients at a split, from what those of each half sent; None at a leaf, and where they are many."""
+    if not 1 < sum(map(len, updates)) <= SHOWN:
+        return None
+    unit = normalize(torch.cat(updates).flatten(1).double().cpu())
+    return (unit @ unit.T).round(decimals=2).tolist()

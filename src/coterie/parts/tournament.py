@@ -60,7 +60,7 @@ class Tournament(Start):
         apart = squared_distances({n: x for n, x in trained.items() if n not in task.moving})
         found = averages(trained, weight, branches(apart, weight.cpu(), min(len(sound), self.groups * k)))
         served = some.fold(self.bouts).gather(self.serve, found).note
-        rows = first.note["held_rows"]
+        rows = first.note["held_rows"].to(first.note["held"])  # counts are on the CPU, losses where they were computed
         by, rows = ("held", rows) if bool((rows > 0).any()) else ("loss", torch.ones_like(rows))
         # Whoever is served by nobody better than by a model that knows nothing has no say.
         ignorant = first.note[by].maximum(first.note[by].sum() * rows / rows.sum())

@@ -49,6 +49,7 @@ class Config:
     task: Task
     federation: Federation
     run: dict[str, Any]
+    callbacks: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +90,7 @@ def _table(value: Any) -> dict[str, Any]:
 
 def build_algorithm(table: dict[str, Any], where: str = "algorithm") -> Method:
     """The method that a table describes."""
-    name, values = _name_and_rest(table, where)
-    cls = find("method", name, f"[{where}]")
-    return _settings(cls, values, where)
+    return _registered(table, "method", where)
 
 
 def build_uplink(tables: Any) -> list[Transform]:
@@ -99,11 +98,20 @@ def build_uplink(tables: Any) -> list[Transform]:
     if not isinstance(tables, list):
         example = '[{ name = "quantise", bits = 8 }]'
         raise ValueError(f"[run] uplink must be a list of tables, such as {example}, got {tables!r}")
-    found = []
-    for table in tables:
-        name, values = _name_and_rest(table, "run.uplink")
-        found.append(_settings(find("uplink", name, "[run.uplink]"), values, "run.uplink"))
-    return found
+    return [_registered(table, "uplink", "run.uplink") for table in tables]
+
+
+def build_callbacks(tables: Any) -> list[Any]:
+    """The callbacks that a list of tables describes. They are no part of what a run is: config.toml has none."""
+    if not isinstance(tables, list):
+        raise ValueError(f"callbacks must be a list of tables, each under [[callbacks]], got {tables!r}")
+    return [_registered(table, "callback", "[callbacks]") for table in tables]
+
+
+def _registered(table: Any, kind: Kind, where: str) -> Any:
+    """The object that a table describes by a registered name and its settings."""
+    name, values = _name_and_rest(table, where)
+    return _settings(find(kind, name, f"[{where}]"), values, where)
 
 
 def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
@@ -114,11 +122,7 @@ def _settings(cls: type, values: dict[str, Any], where: str) -> Any:
         raise ValueError(f"[{where}] needs {', '.join(missing)}")
     for name, value in values.items():
         if name in NESTED and isinstance(value, dict):
-            inner, settings = _name_and_rest(value, f"{where}.{name}")
-            values = {
-                **values,
-                name: _settings(find(NESTED[name], inner, f"[{where}.{name}]"), settings, f"{where}.{name}"),
-            }
+            values = {**values, name: _registered(value, NESTED[name], f"{where}.{name}")}
     built = cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     validate(built)
     return built
@@ -191,12 +195,13 @@ def build_secure(table: dict[str, Any]) -> SecureSum:
 def build(tables: dict[str, Any]) -> Config:
     """All of a config.toml."""
     algorithm, task, run = build_settings(tables)
-    return Config(algorithm, task, build_federation(tables["data"]), run)
+    callbacks = build_callbacks(tables.get("callbacks", []))
+    return Config(algorithm, task, build_federation(tables["data"]), run, callbacks)
 
 
 def build_settings(tables: dict[str, Any]) -> tuple[Method, Task, dict[str, Any]]:
     """All of a config.toml but the federation, which may take long to make."""
-    _known(tables, ["algorithm", "task", "data", "run"], "")
+    _known(tables, ["algorithm", "task", "data", "run", "callbacks"], "")
     for needed in ("algorithm", "data", "run"):
         if not isinstance(tables.get(needed), dict):
             raise ValueError(f"the configuration has no [{needed}] table")

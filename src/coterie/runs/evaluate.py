@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.core.card import Card
 from coterie.core.cohort import Cohort
 from coterie.core.engine import First, OwnChoice
 from coterie.core.local import each_model, mean_loss, membership, model_losses, personal_of
@@ -22,8 +23,10 @@ from coterie.core.train import Models
 from coterie.runs import metrics
 from coterie.runs.hurt import Hurt, errors, worst_tenth
 
+SHOWN = 8  # clusters that a card lists
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Scores:
     """What the clients score, each with the model of its cluster.
 
@@ -42,6 +45,23 @@ class Scores:
     groups: np.ndarray | None
     loss: np.ndarray
     chosen_on: str
+
+    def card(self) -> Card:
+        """The scores in few lines."""
+        rows = [(self.metric, f"{self.mean:.4f}, mean over {len(self.labels):,} clients")]
+        if np.isfinite(worst := self.worst_decile):
+            rows.append(("worst tenth", f"{worst:.4f}"))
+        each = list(self.per_cluster.items())
+        rows += [(f"cluster {j}", f"{value:.4f}") for j, value in each[:SHOWN]]
+        rows += [("…", f"{len(each) - SHOWN:,} more clusters")] if len(each) > SHOWN else []
+        rows += [(name.upper() if name in ("ari", "nmi") else name, f"{v:.3f}") for name, v in self.clustering.items()]
+        return Card(f"Scores, clusters chosen on {self.chosen_on} rows", rows)
+
+    def __repr__(self) -> str:
+        return str(self.card())
+
+    def _repr_html_(self) -> str:
+        return self.card().html()
 
     @property
     def mean(self) -> float:
@@ -116,7 +136,7 @@ class Scores:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PointScores(Scores):
     """What clients' points score, each with the model of its cluster; `labels` are clients' commonest clusters.
 
@@ -152,7 +172,7 @@ class PointScores(Scores):
         return [] if self.tables is None else [metrics.of_table(table) for table in self.tables]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SummedScores(Scores):
     """Scores where the server may see sums only: no client's score, and nobody's cluster (-1).
 
@@ -175,7 +195,7 @@ class SummedScores(Scores):
         return {int(j): float(self.total[j] / self.count[j]) for j in np.flatnonzero(self.count)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SummedPointScores(SummedScores):
     """The same where clients have points of several clusters each: there is one sum, over all of them."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from coterie.core.cohort import Cohort
 from coterie.core.engine import Engine
@@ -30,6 +30,19 @@ from coterie.runs.run import Run
 from coterie.secure import SecureSum
 
 Callback = Callable[[dict[str, Any], Run], Any]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A callback that is also told how a run begins and ends, by the process that writes the run folder alone."""
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Called before the first round, or the first after a resume, with what config.toml says."""
+        ...
+
+    def end(self, run: Run | None) -> None:
+        """Called with the finished run, or with None where it has failed or was interrupted."""
+        ...
 
 
 def fit(
@@ -160,7 +173,22 @@ def fit_on(
         record = None
         if out:
             record = Record(out, config, fingerprint(engine), resume=resume) if engine.leads else Onlooker(out)
-        return Loop(algorithm, membership, key, rounds, every, record, list(callbacks), progress).run(resume)
+        loop = Loop(algorithm, membership, key, rounds, every, record, list(callbacks), progress)
+        trackers = [c for c in callbacks if isinstance(c, Tracker)] if engine.leads else []
+        return _tracked(loop, resume, trackers, config)
+
+
+def _tracked(loop: Loop, resume: bool, trackers: list[Tracker], config: dict[str, Any]) -> Run:
+    """Do the rounds, and tell trackers before and after, however they end."""
+    run = None
+    for tracker in trackers:
+        tracker.begin(config)
+    try:
+        run = loop.run(resume)
+        return run
+    finally:
+        for tracker in trackers:
+            tracker.end(run)
 
 
 def check_uplink(uplink: Sequence[Transform]) -> Uplink:

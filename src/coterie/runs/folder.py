@@ -7,6 +7,7 @@ roster.json                         who the clients are, where they are elsewher
 checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
 final/cluster-0.safetensors         the state dict of cluster 0, for load_state_dict; one file per cluster
 final/result.json                   labels and scores
+trackers.json                       what experiment trackers have logged, where a run has any
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ class Record:
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
-        file = self.path / "events.jsonl"
-        with snapshot.writing(file), file.open("a", encoding="utf-8") as f:
-            f.write(json.dumps({"event": kind, **values}) + "\n")
+        snapshot.append_text(self.path / "events.jsonl", json.dumps({"event": kind, **values}) + "\n")
 
     def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
         """Save the state after `done` rounds, unless the last save is so recent that saving would cost too much."""
@@ -76,12 +75,12 @@ class Record:
         self._cost = self._last - begin
 
     def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
-        """The newest checkpoint that can be read, and a warning for each that could not and is thrown away."""
+        """The newest checkpoint that can be read, and a warning for each that is damaged and set aside."""
         content, damaged = read_checkpoint(self.path, types)
         for file in damaged:
-            file.unlink()
+            file.replace(file.with_suffix(".damaged"))
         ending = "falling back to the checkpoint before it" if content is not None else "starting again"
-        return content, [f"{file.name} is damaged; {ending}" for file in damaged]
+        return content, [f"{file.name} is damaged and set aside; {ending}" for file in damaged]
 
     def rewind(self, done: int) -> list[dict[str, Any]]:
         """Drop what came after round `done`, which will be made again, and return the rounds before."""

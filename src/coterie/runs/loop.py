@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
@@ -22,6 +23,7 @@ from coterie.runs.folder import Record
 from coterie.runs.progress import Progress
 from coterie.runs.run import Diverged, Run
 from coterie.runs.summary import summary
+from coterie.runs.timeline import moved, timeline
 from coterie.storage import snapshot
 
 log = logging.getLogger("coterie")
@@ -59,6 +61,8 @@ class Loop:
         self.history: list[dict[str, Any]] = []
         self.now = _Now(None, 0, {})
         self.start_seconds = 0.0
+        self.tracked = True  # whether the history names who moved
+        self.told: Tensor | None = None  # every client's cluster, as far as the history says
         self.scored: tuple[int, Scores] | None = None  # after how many rounds all clients were last scored, and how
 
     @property
@@ -106,6 +110,7 @@ class Loop:
             history: Its rounds are not done again, and count.
         """
         self.history = list(history)
+        self.tracked = False  # a client's position may be another's in the history
         self._publish(to_device(state, self.cohort.engine.device), len(history))
         with self.progress:
             self._rounds()
@@ -219,11 +224,23 @@ class Loop:
             self.cohort.task.metric: score,
             "per_cluster": each if listed else None,
             "changed": self.method.changed(self.state, state),
+            "moved": self._moved(state) if listed and self.tracked else None,
             "groups": sum(n > 0 for n in members),
             "members": members if listed else None,
             "participants": len(report.clients),
             "seconds": seconds,
         }
+
+    def _moved(self, state: Any) -> dict[str, list[int]] | None:
+        """Whom the history has not told yet to be where they are now: clients that moved, and that came."""
+        now = self.method.labels(state).cpu()
+        if self.told is None:  # this is the first round, or the first after a resume
+            known = timeline(self.history)
+            self.told = torch.from_numpy(known[-1]) if known is not None else torch.empty(0, dtype=torch.long)
+        before = torch.full_like(now, -1)
+        before[: len(self.told)] = self.told
+        self.told = now
+        return moved(before, now)
 
     def _check_finite(self, t: int, state: Any, report: Report) -> None:
         lost = report.clients[~torch.isfinite(report.loss).cpu()]

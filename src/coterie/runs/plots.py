@@ -274,7 +274,7 @@ def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
     nodes = {row["node"]: row for row in outline}
     ends = {v: nodes[row["children"][0]]["round"] if row["children"] else None for v, row in nodes.items()}
     last = max(rounds, 1)
-    place = _places(nodes)
+    place = places(nodes)
     for v, row in nodes.items():
         x, end = place[v], ends[v] or last
         own = COLOURS[7] if row["cluster"] is None else colour(row["cluster"])
@@ -295,7 +295,7 @@ def tree(axes: Any, outline: list[dict[str, Any]], rounds: int) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def _places(nodes: dict[int, dict[str, Any]]) -> dict[int, float]:
+def places(nodes: dict[int, dict[str, Any]]) -> dict[int, float]:
     """Leaves side by side in the order of the tree, every inner node over the middle of its children."""
     place: dict[int, float] = {}
 

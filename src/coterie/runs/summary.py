@@ -40,6 +40,7 @@ def summary(run: Run) -> dict[str, Any]:
         "bytes_up": sum(row["bytes_up"] for row in run.history),
         "left_out": dict(Counter(site for row in run.history for site in row.get("left_out", []))),
         "report": run.algorithm.report(run.state),
+        "coefficients": [c._asdict() for c in run.algorithm.coefficients(run.state)],
         "warnings": run.warnings,
         "executor": run._cohort.engine.name,
         "device": _device_name(run._cohort.engine.device),

@@ -30,7 +30,7 @@ import torch
 from coterie.core.settings import check_type
 from coterie.engines import find_device, find_engine
 from coterie.runs.compare import SEED, flattened, short
-from coterie.runs.config import build, build_federation, build_settings, set_value
+from coterie.runs.config import build, build_callbacks, build_federation, build_settings, set_value
 from coterie.runs.fit import fit
 from coterie.runs.folder import to_toml
 from coterie.storage.snapshot import write_text
@@ -91,6 +91,8 @@ def check(points: list[Point]) -> None:
     Raises:
         ValueError: A configuration is bad.
     """
+    for point in points:
+        _check_apart(build_callbacks(point.tables.get("callbacks", [])))
     by_data: dict[str, list[Point]] = {}
     for point in points:
         by_data.setdefault(json.dumps(point.tables.get("data"), sort_keys=True), []).append(point)
@@ -102,6 +104,16 @@ def check(points: list[Point]) -> None:
             federation.check(task)
             find_device(run.get("device", "auto"))
             find_engine(run.get("executor", "vectorised"))
+
+
+def _check_apart(callbacks: list[Any]) -> None:
+    """Refuse callbacks by which all runs would write to one folder."""
+    for callback in callbacks:
+        if getattr(callback, "folder", None) is not None:
+            raise ValueError(
+                f"[[callbacks]] {type(callback).__name__}: all runs of a sweep would write to the folder "
+                f"'{callback.folder}'; leave it out, and each run folder has its own"
+            )
 
 
 def default_jobs(points: list[Point]) -> int:
@@ -127,6 +139,7 @@ def describe_sweep(folder: Path, tables: dict[str, Any], description: dict[str, 
     Raises:
         ValueError: The folder holds something else, or a sweep of another configuration.
     """
+    tables = {name: table for name, table in tables.items() if name != "callbacks"}  # which a resumed run may change
     if (folder / DESCRIPTION).is_file():
         _check_same(folder, tables)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -178,7 +191,8 @@ def _work(point: Point, folder: Path, threads: int) -> None:
     out = folder / point.name
     try:
         built = build(point.tables)
-        fit(built.algorithm, built.task, built.federation, out=out, resume=(out / "config.toml").exists(), **built.run)
+        keep = {"out": out, "resume": (out / "config.toml").exists(), "callbacks": built.callbacks}
+        fit(built.algorithm, built.task, built.federation, **keep, **built.run)
     except (ValueError, OSError) as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         raise SystemExit(1) from None

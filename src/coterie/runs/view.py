@@ -13,7 +13,8 @@ from coterie.runs.folder import finished, read_config, read_history, read_result
 
 # What every row of the history has besides the score, whose name is the task's.
 FIXED = {
-    "round", "loss", "per_cluster", "changed", "groups", "members", "participants", "seconds", "bytes_down", "update",
+    "round", "loss", "per_cluster", "changed", "moved", "groups", "members", "participants", "seconds", "bytes_down",
+    "update",
 }  # fmt: skip
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from torch import Tensor
 
 class Damaged(ValueError):
     """A file that should hold a snapshot is truncated or holds something else."""
+
+
+class Unreadable(OSError):
+    """A file that may well be sound cannot be read, because of permissions or for another reason of the system's."""
 
 
 class Unwritten(OSError):
@@ -41,21 +47,25 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
+def atomic(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, which is renamed to `path` at the end.
 
-    A reader sees the old file or the new one, never a part.
+    A reader sees the old file or the new one, never a part. The temporary file is made anew under a name that nobody
+    can guess: in a folder that came from a stranger, a link that waits there under its name would lead elsewhere.
 
     Args:
         path: The file to write.
+        private: Whether only its owner may read it.
 
     Raises:
         Unwritten: It cannot be written; the old file is still there, and no part of the new one.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # left over from a process that was killed: its permissions may be others
+        for left in path.parent.glob(f".{escape(path.name)}.*.part"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666))
         try:
             yield part
             with part.open("rb") as f:
@@ -63,6 +73,22 @@ def atomic(path: Path) -> Iterator[Path]:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a text file, which must not be a link: one in a stranger's folder would lead elsewhere.
+
+    Args:
+        path: The file; it is made where there is none.
+        text: What is added.
+
+    Raises:
+        Unwritten: It cannot be written.
+    """
+    with writing(path):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8") as f:
+            f.write(text)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -90,8 +116,7 @@ def write_private(path: Path, text: str) -> None:
         >>> oct(path.stat().st_mode & 0o777)
         '0o600'
     """
-    with atomic(path) as part:
-        part.touch(mode=0o600)  # before anything is written to it
+    with atomic(path, private=True) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -121,8 +146,7 @@ def write_tensors(
     """
     from safetensors.torch import save_file
 
-    with atomic(path) as part:
-        part.touch(mode=0o600 if private else 0o666)
+    with atomic(path, private=private) as part:
         mode = part.stat().st_mode
         save_file(tensors, part, metadata)
         part.chmod(mode)  # safetensors puts a new file in its place, which only the owner may read
@@ -137,6 +161,7 @@ def load(path: Path, types: dict[str, type]) -> Any:
 
     Raises:
         Damaged: The file is truncated or not a snapshot.
+        Unreadable: The system does not let it be read, which says nothing about its content.
         ValueError: Another version of coterie wrote the file.
     """
     from safetensors import safe_open
@@ -147,7 +172,9 @@ def load(path: Path, types: dict[str, type]) -> Any:
             tensors = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118 - not a dict
             plain = json.loads((f.metadata() or {})["tree"])
         return _unpack(plain, tensors, types)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, KeyError, ValueError) as error:
         raise Damaged(f"{path.name} is damaged ({error})") from error
     except TypeError as error:  # the fields of a NamedTuple have changed
         raise ValueError(f"{path} was made by another version of coterie, and cannot be gone on with") from error

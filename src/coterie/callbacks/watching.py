@@ -1,9 +1,4 @@
-"""Callbacks of `fit`: functions that are called after every round with its row of the history and the run so far.
-
-    ct.fit(…, callbacks=[ct.callbacks.EarlyStopping("accuracy", patience=5), ct.callbacks.Checkpoint("best")])
-
-A callback that returns True ends the run after this round. Any function of two arguments will do.
-"""
+"""Callbacks that watch a column of the history: to end a run, or to keep its best models."""
 
 from __future__ import annotations
 
@@ -12,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from coterie.core.registry import register
+from coterie.core.settings import setting
 from coterie.runs.folder import write_models
 from coterie.runs.run import Run
 from coterie.storage import snapshot
@@ -22,6 +19,7 @@ BEST = "best.json"
 Mode = Literal["auto", "min", "max"]
 
 
+@register("early_stopping", "callback")
 @dataclass(frozen=True)
 class EarlyStopping:
     """End a run when something has not got better for a while.
@@ -44,8 +42,8 @@ class EarlyStopping:
     """
 
     watch: str = "loss"
-    patience: int = 10
-    delta: float = 0.0
+    patience: int = setting(10, low=1)
+    delta: float = setting(0.0, low=0)
     mode: Mode = "auto"
 
     def __call__(self, row: dict[str, Any], run: Run) -> bool:
@@ -60,12 +58,14 @@ class EarlyStopping:
         return since >= self.patience
 
 
+@register("checkpoint", "callback")
 @dataclass
 class Checkpoint:
     """Keep the best models of a run in a folder, one file per cluster, as `load_state_dict` takes them.
 
     Args:
-        folder: Where they are written, with `best.json`, which says of what round they are.
+        folder: Where they are written, with `best.json`, which says of what round they are; None takes `best` in the
+            run folder.
         watch: The column of the history to go by; None takes the task's metric.
         keep: "best", or "last": those of the last round.
         each: "run": all models are of the round that was best on the whole. "cluster": each model is of the round in
@@ -73,7 +73,7 @@ class Checkpoint:
         mode: Whether less ("min") or more ("max") is better; "auto" knows accuracy and loss.
     """
 
-    folder: str | Path
+    folder: str | Path | None = None
     watch: str | None = None
     keep: Literal["best", "last"] = "best"
     each: Literal["run", "cluster"] = "run"
@@ -85,16 +85,23 @@ class Checkpoint:
         if row.get(watch) is None:
             _check_known(watch, row, run)
             return
-        models, file = run.models, Path(self.folder) / BEST
+        folder, models = self._folder(run), run.models
+        file = folder / BEST
         found = row["per_cluster"] if self.each == "cluster" else [row[watch]] * len(models)
         new = [{"round": row["round"], watch: value} for value in found or []]
         old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and row["round"] > 1 else []
         if self.each == "run" and old and not self._better(new[0], old[0], watch):
             return
         better = [self.each == "run" or j >= len(old) or self._better(own, old[j], watch) for j, own in enumerate(new)]
-        write_models(Path(self.folder), models, [j for j, yes in enumerate(better) if yes])
+        write_models(folder, models, [j for j, yes in enumerate(better) if yes])
         kept = [own if yes else old[j] for j, (own, yes) in enumerate(zip(new, better, strict=True))]
         snapshot.write_text(file, json.dumps(kept, indent=1) + "\n")
+
+    def _folder(self, run: Run) -> Path:
+        folder = self.folder or (run.path and run.path / "best")
+        if folder is None:
+            raise ValueError("Checkpoint: folder must be given where fit is given no out folder")
+        return Path(folder)
 
     def _better(self, new: dict[str, Any], old: dict[str, Any], watch: str) -> bool:
         if self.keep == "last" or old.get(watch) is None:
