@@ -2,29 +2,32 @@
 
 import dataclasses
 import os
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from cryptography.exceptions import InvalidTag
+from scipy.optimize import linprog
 
 import coterie as ct
 from coterie.core.cohort import Cohort
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.core.pytree import flat
+from coterie.core.pytree import flat, tree_map
 from coterie.core.step import ClientStep, Reply
 from coterie.core.sums import slot_mean
+from coterie.core.train import Models
 from coterie.engines import ENGINES
 from coterie.engines import simulated as simulate
 from coterie.runs import fit as run_module
 from coterie.runs.config import build
 from coterie.runs.folder import read_config
 from coterie.secure import shamir
+from coterie.secure.client import Client
 from coterie.secure.engine import Secure
-from coterie.secure.masks import Pair, mask, seal, simulated, unseal
-from coterie.secure.protocol import Client, Session, Sheet, Terms, TooFewLeft
+from coterie.secure.masks import Identity, Pair, mask, seal, simulated, unseal
+from coterie.secure.messages import EXCHANGES, Count, Refused, Sheet, Terms, TooFewLeft
+from coterie.secure.protocol import Session
 
 SLOTS, WIDTH = 3, 200
 TERMS = Terms(invited=12, needed=8, min_members=3, slots=SLOTS)
@@ -91,6 +94,15 @@ def plain(slots, clients):
     return sum(s.body.astype(np.int64) for s in sheets), sum(s.head.astype(np.int64) for s in sheets)
 
 
+def masked(slots, terms=TERMS, **settings):
+    """Clients that have sent their sheets, and the server that has them."""
+    session = Session({i: Client(i, terms, **settings) for i in range(len(slots))}, terms)
+    server = session.server
+    sheets = {i: session.clients[i].sheet(server.shares(i), sheet_of(i, slots[i])) for i in session.agree()}
+    server.receive("sheets", sheets)
+    return session.clients, server
+
+
 FOURS = [0, 1, 2] * 4
 
 
@@ -98,17 +110,17 @@ def gone_in(exchange, who):
     return lambda now, asked: [i for i in asked if now != exchange or i not in who]
 
 
-@pytest.mark.parametrize("exchange", ["keys", "shares", "sheets", "counts", "sums"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_sums_and_counts_are_exact_with_a_third_gone(exchange):
     who = {0, 4, 5, 9}
     opened, _ = session_of(FOURS, gone_in(exchange, who), TERMS._replace(min_members=2))
-    late = exchange in ("counts", "sums")  # their sheets have arrived
+    late = exchange in ("lists", "counts", "sums")  # their sheets have arrived
     body, count = plain(FOURS, [i for i in range(12) if late or i not in who])
     assert opened.members.tolist() == count.tolist() == ([4, 4, 4] if late else [2, 3, 3])
     assert (opened.sheet.body == body).all()
 
 
-@pytest.mark.parametrize("exchange", ["keys", "shares", "sheets", "counts", "sums"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_with_fewer_than_are_needed_nothing_is_opened(exchange):
     opened = "only the head, with counts and mean losses," if exchange == "sums" else "nothing"
     said = rf"7 of 12 clients answered exchange \d \({exchange}\), but 8 are needed; {opened} was opened"
@@ -130,15 +142,17 @@ def test_a_client_goes_no_further_with_too_few_others_whatever_the_server_says()
     addressed = {i: sent[i][0] for i in range(1, 12)}
     clients[0].sheet(addressed, sheet_of(0, 0))
     with pytest.raises(TooFewLeft):
-        clients[0].counts([0, 1, 2])
+        clients[0].sign([0, 1, 2])
 
 
 def test_a_client_never_gives_shares_of_both_secrets():
-    client = Client(0, TERMS)
-    client._held = {i: [b"key", b"seed"] for i in range(12)}
-    assert Counter(client.counts(range(2, 12)).values()) == {b"seed": 10, b"key": 2}
-    with pytest.raises(ValueError, match="asked twice"):
-        client.counts(range(12))
+    clients, _ = masked([0, 1, 2] * 4)
+    arrived = list(range(2, 12))
+    signed = {i: clients[i].sign(arrived)[i] for i in arrived}
+    given, held = clients[2].counts(signed), clients[2]._held
+    assert all(given[i] == held[i][1 if i in arrived else 0] for i in range(12))
+    with pytest.raises(Refused, match="client 2 refuses: it has been asked twice whose sheets have arrived"):
+        clients[2].sign(range(12))
 
 
 def test_a_small_cluster_is_not_opened():
@@ -177,14 +191,14 @@ def test_the_transcript_holds_no_plain_number():
 def test_the_transcript_does_not_depend_on_who_is_in_which_cluster():
     """Two assignments with the same counts: but for the masked sheets, the server gets the same bytes."""
     one, two = (session_of(slots)[1].transcript for slots in (FOURS, sorted(FOURS)))
-    for exchange in ("keys", "shares", "counts", "sums"):
+    for exchange in ("keys", "shares", "lists", "counts", "sums"):
         assert one.of(exchange) == two.of(exchange)
     for transcript in (one, two):
         for i, payload in transcript.of("sheets").items():
-            masked = np.frombuffer(payload[i], np.uint64)
-            for row in masked[SLOTS:].reshape(SLOTS, WIDTH):  # the slot that it chose, and those that it did not
+            masked = np.frombuffer(payload[i], np.uint64)  # the head, its tags, and the rows
+            for row in masked[2 * SLOTS :].reshape(SLOTS, WIDTH):  # the slot that it chose, and those that it did not
                 assert looks_random(row)
-            assert not set(masked[:SLOTS].tolist()) & {0, 1}
+            assert not set(masked[: 2 * SLOTS].tolist()) & {0, 1}
 
 
 def test_one_sheet_stays_masked_with_all_that_was_opened():
@@ -193,11 +207,173 @@ def test_one_sheet_stays_masked_with_all_that_was_opened():
     heads, rows = server.transcript.of("counts"), server.transcript.of("sums")
     for i, payload in server.transcript.of("sheets").items():
         masked = np.frombuffer(payload[i], np.uint64).copy()
-        masked[:SLOTS] -= mask(server._joined(heads, i), SLOTS)
-        body = masked[SLOTS:].reshape(SLOTS, WIDTH)
+        masked[: 2 * SLOTS] -= mask(server._joined(heads, i), 2 * SLOTS)
+        body = masked[2 * SLOTS :].reshape(SLOTS, WIDTH)
         for j in range(SLOTS):
             body[j] -= mask(server._joined(rows, i, j), WIDTH)
         assert looks_random(body) and not set(masked[:SLOTS].tolist()) & {0, 1}
+
+
+# --- a server that lies -------------------------------------------------------------------------------------------
+
+
+def opens_nothing(clients, server, victim):
+    """Whether what the server has got so far leaves the victim's rows masked: it has no share of their seeds."""
+    seeds = {share for client in clients.values() for share in client._held.get(victim, [])[2:]}
+    return not any(share in everything(server.transcript) for share in seeds)
+
+
+def signed_by(clients, arrived):
+    return {i: clients[i].sign(arrived)[i] for i in arrived}
+
+
+def test_a_list_with_duplicates_is_refused():
+    """One client is said to have sent all sheets: its own masks would be opened, and the sum would be its update."""
+    clients, server = masked(FOURS)
+    for client in clients.values():
+        with pytest.raises(Refused, match="refuses: it was told that one sheet has arrived twice"):
+            client.sign([3] * 9)
+    assert opens_nothing(clients, server, 3)
+
+
+def test_lists_with_strangers_or_without_oneself_are_refused():
+    clients, _ = masked(FOURS)
+    with pytest.raises(Refused, match="was told of sheets of client 77, who has sent no shares"):
+        clients[0].sign([*range(12), 77])
+    with pytest.raises(Refused, match="was told that its own sheet has not arrived"):
+        clients[0].sign(range(1, 12))
+
+
+def counted(slots):
+    """A session up to the counts, which the server knows: clients, server, and the counts with their tags."""
+    clients, server = masked(slots)
+    signed = signed_by(clients, list(range(len(slots))))
+    server.receive("lists", {i: {i: text} for i, text in signed.items()})
+    server.receive("counts", {i: client.counts(signed) for i, client in clients.items()})
+    return clients, server, server.counts(SLOTS)[1]
+
+
+def test_a_false_count_opens_no_slot():
+    """A slot with a single member is said to have three, with every tag that a server can think of."""
+    clients, server, true = counted([0] * 8 + [1] + [2] * 3)
+    assert [count.members for count in true] == [8, 1, 3]
+    tags = [true[1].tag, 3 * true[1].tag, true[1].tag + 2, true[0].tag, true[2].tag, 0, int.from_bytes(os.urandom(8))]
+    for tag in tags:
+        for client in clients.values():
+            with pytest.raises(Refused, match="was told of a count that is not the true one"):
+                client.sums([true[0], Count(3, tag % 2**64), true[2]])
+    for wrong, said in (
+        ([true[1], true[0], true[2]], "not the true one"),  # of other slots
+        (true[:2], "was told of 2 counts"),
+        ([true[0], Count(2**63 + 1, true[1].tag), true[2]], f"was told of a count of {2**63 + 1}"),
+    ):
+        with pytest.raises(Refused, match=said):
+            clients[0].sums(wrong)
+    assert opens_nothing(clients, server, 8)
+    given = {i: client.sums(true) for i, client in clients.items()}
+    assert {len(part) for payload in given.values() for part in payload.values()} == {2 * shamir.SHARE}
+
+
+@pytest.mark.parametrize("colluding", range(4))
+def test_two_views_of_who_has_arrived_are_found_out_with_a_third_colluding(colluding):
+    """Half of the honest clients are told that the victim's sheet is there, the others that it is not."""
+    terms = TERMS._replace(needed=9)  # more than two thirds of twelve
+    clients, server = masked(FOURS, terms)
+    victim, bad = 11, list(range(colluding))
+    honest = list(range(colluding, 11))
+    there, gone = [*honest[::2], victim], honest[1::2]
+    views = {True: list(range(12)), False: list(range(11))}
+    signed = {
+        True: signed_by_some(clients, views[True], there, bad),
+        False: signed_by_some(clients, views[False], gone, bad),
+    }
+    for view, told in ((True, there), (False, gone)):
+        for i in told:
+            with pytest.raises(Refused, match="others were told of another one"):
+                clients[i].counts(signed[view])
+    assert opens_nothing(clients, server, victim)
+
+
+def signed_by_some(clients, view, honest, bad):
+    """Signatures of those that were told this list, and of those that sign whatever the server wants."""
+    out = {i: clients[i].sign(view)[i] for i in honest}
+    for i in bad:
+        clients[i]._arrived = sorted(view)
+        out[i] = clients[i]._identity.sign(clients[i]._statement())
+    return out
+
+
+def test_a_signature_is_good_for_one_list_and_one_session():
+    clients, _ = masked(FOURS)
+    others, _ = masked(FOURS)
+    everybody = list(range(12))
+    clients[0].sign(everybody)
+    with pytest.raises(Refused, match="a list of sheets that 0 clients have signed, 8 are needed"):
+        clients[0].counts(signed_by(others, everybody))
+
+
+def keys_of(clients):
+    return {i: client.keys()[i] for i, client in clients.items()}
+
+
+def invented(n, terms=TERMS):
+    return {i: Client(i, terms) for i in range(n)}
+
+
+def test_more_parties_than_were_invited_are_refused():
+    terms = Terms(invited=3, needed=3, min_members=2, slots=2)
+    keys = keys_of(invented(50, terms))
+    one = Client(0, terms)
+    with pytest.raises(Refused, match="was given keys of 50 clients, 3 are invited"):
+        one.shares({**keys, **one.keys()})
+
+
+def test_repeated_keys_are_refused():
+    clients = invented(12)
+    keys = keys_of(clients)
+    with pytest.raises(Refused, match="was given a key of client 2 twice"):
+        clients[0].shares({i: key if i == 0 else keys[1] for i, key in keys.items()})
+    liar = Client(5, TERMS)
+    liar._masking = liar._channel  # one key pair for both purposes
+    with pytest.raises(Refused, match="was given a key of client 5 twice"):
+        clients[0].shares({**keys, **liar.keys()})
+
+
+@pytest.mark.parametrize("low", [bytes(32), bytes([1]) + bytes(31)])
+@pytest.mark.parametrize("which", ["_channel", "_masking"])
+def test_keys_of_low_order_are_refused(low, which):
+    """With such a key every client agrees on the same secret, which the server knows."""
+    clients, liar = invented(12), Client(5, TERMS)
+    getattr(liar, which).public = low
+    with pytest.raises(Refused, match="was given a key of client 5 that is of no use"):
+        clients[0].shares({**keys_of(clients), **liar.keys()})
+
+
+def test_keys_that_their_owner_has_not_signed_are_refused():
+    clients, other = invented(12), Client(5, TERMS)
+    keys = keys_of(clients)
+    swapped = other.keys()[5][:32] + keys[5][32:]
+    for forged in (swapped, Client(5, TERMS._replace(needed=9)).keys()[5], Client(4, TERMS).keys()[4]):
+        with pytest.raises(Refused, match="was given keys that client 5 has not signed"):
+            clients[0].shares({**keys, 5: forged})
+
+
+def test_a_client_that_knows_all_identities_is_told_of_nobody_else():
+    """A server that puts keys of its own in place of everybody's could read all shares."""
+    who = {i: Identity(os.urandom(32)) for i in range(12)}
+    known = {identity.public for identity in who.values()}
+    clients = {i: Client(i, TERMS, identity=who[i], trusted=known) for i in range(12)}
+    assert len(clients[0].shares(keys_of(clients))) == 11
+    with pytest.raises(Refused, match=r"was given keys of client 1, whose identity [0-9a-f]{64} it does not know"):
+        clients[0].shares({**keys_of(invented(12)), **clients[0].keys()})
+
+
+def test_shares_that_cannot_be_opened_end_it_for_the_client_alone():
+    session = Session({i: Client(i, TERMS) for i in range(12)}, TERMS)
+    session.agree()
+    sealed = session.server.shares(0)
+    with pytest.raises(Refused, match="client 0 refuses: it cannot open the shares of client 4"):
+        session.clients[0].sheet({**sealed, 4: os.urandom(len(sealed[4]))}, sheet_of(0, 0))
 
 
 # --- the cohort ---------------------------------------------------------------------------------------------------
@@ -262,7 +438,7 @@ def test_combine_is_that_of_every_executor(executor, parts):
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
 def test_a_third_of_the_clients_may_be_gone_after_the_keys_are_exchanged(executor):
     inner = cohort_of(executor).at(0)
-    secure = secured(inner, gone_in("sheets", {0, 4, 5, 9}), min_members=2).at(0)
+    secure = secured(inner, gone_in("sheets", {0, 4, 5, 9}), min_members=2, threshold=0.6).at(0)
     rows = torch.arange(12) % 2
     scale = {"scale": torch.tensor([1.0, 2.0])}
     there = [1, 2, 3, 6, 7, 8, 10, 11]
@@ -272,7 +448,7 @@ def test_a_third_of_the_clients_may_be_gone_after_the_keys_are_exchanged(executo
     assert torch.equal(expected.weight, sums.weight) and sums.members.tolist() == [2, 3, 3]
     assert "4 of 12 clients were gone" in inner.ledger.messages[-1]
     with pytest.raises(TooFewLeft, match="7 of 12 clients answered exchange 2"):
-        secured(inner, gone_in("sheets", set(range(5)))).combine(Toy().step, SCALE, slots=3)
+        secured(inner, gone_in("sheets", set(range(5))), threshold=0.6).combine(Toy().step, SCALE, slots=3)
 
 
 def test_the_slot_of_a_small_cluster_keeps_its_model():
@@ -344,7 +520,7 @@ def starts(task, ragged):
 def both(algorithm, task, federation, executor, **settings):
     return (
         ct.fit(algorithm, task, federation, rounds=3, executor=executor, secure=secure)
-        for secure in (None, ct.SecureSum(**settings))
+        for secure in (None, ct.SecureSum(hide_sample=False, **settings))
     )
 
 
@@ -431,13 +607,85 @@ def test_the_server_of_a_run_knows_counts_and_no_labels(task, ragged, starts):
     assert sorted(np.bincount(run.labels)) == [4, 4, 4]  # by the simulator, which scores every client
 
 
+# --- who takes part -----------------------------------------------------------------------------------------------
+
+
+def test_who_takes_part_is_a_secret_of_the_clients(task, ragged, starts):
+    """Everybody is asked and sends a sheet; those that do not take part add nothing."""
+    seen = []
+    inner = simulate(ragged, task, Key.of(0), executor="sequential")
+    cohort = secured(inner, witness=seen.append, min_members=2).at(0).sample(0.5)
+    assert len(cohort) == 12 and cohort.share == 0.5
+    theta = {n: torch.stack([model[n] for model in starts])[None] for n in starts[0]}
+    sums = cohort.combine(ct.IFCA(k=3, tau=2).step, Models(theta, torch.tensor(0.1)), slots=3)
+    assert len(seen[0].of("sheets")) == 12 and 0 < int(sums.members.sum()) < 12
+    some = cohort.engine._decided(cohort._exchange(ct.IFCA(k=3).step, (), 3, None))
+    plain = inner.at(0).only(some).combine(ct.IFCA(k=3, tau=2).step, Models(theta, torch.tensor(0.1)), slots=3)
+    opened = sums.members >= 2
+    assert sums.members.tolist() == torch.bincount(plain.note["label"].flatten(), minlength=3).tolist()
+    assert_close(tree_map(lambda x: x[opened], plain.update), tree_map(lambda x: x[opened], sums.update))
+    assert torch.allclose(sums.note["loss"], plain.note["loss"].mean(0).expand(12, 1), atol=1e-6)
+
+
+def test_a_round_in_which_nobody_takes_part_changes_nothing(task, ragged, starts):
+    run = ct.fit(ct.IFCA(k=3, init=starts, fraction=1e-9), task, ragged, rounds=2, secure=ct.SecureSum())
+    for before, after in zip(starts, run.models, strict=True):
+        assert_close(before, after)
+    assert run.history[-1]["members"] == [0, 0, 0]
+
+
+def test_of_many_clients_fixed_parts_are_asked():
+    federation = Federation.from_clients([(torch.zeros(1, 64), torch.zeros(1, dtype=torch.long))] * 600)
+    cohort = secured(simulate(federation, ct.Task.distance(), Key.of(0)))
+    asked = {tuple(cohort.at(t).sample(0.1).clients.tolist()) for t in range(20)}
+    assert sorted(map(len, asked)) == [200, 200, 200] and len(set().union(*asked)) == 600
+    assert cohort.at(0).sample(0.1).share == pytest.approx(0.3)
+
+
+def test_counts_of_rounds_do_not_tell_who_is_in_which_cluster():
+    """A linear program finds all clusters from counts and who was asked, if those are who took part."""
+    rng, m, k, rounds = np.random.default_rng(0), 12, 2, 24
+    labels = rng.integers(0, k, m)
+    federation = federation_of(labels.tolist())
+
+    def found(**settings):
+        """The share of clients whose cluster it gets right."""
+        seen, inner = [], simulate(federation, ct.Task.distance(), Key.of(0), executor="sequential")
+        cohort = secured(inner, min_members=2, **settings)
+        for t in range(rounds):
+            some = cohort.at(t).sample(0.4)
+            seen.append((some.clients.numpy(), some.combine(Toy().step, SCALE, slots=k).members.numpy()))
+        return float((likeliest(m, k, seen) == labels).mean())
+
+    assert found(hide_sample=False) == 1
+    assert found() <= np.bincount(labels).max() / m + 0.1
+
+
+def likeliest(m, k, seen):
+    """The assignment (m,) whose counts, scaled to those that were seen, are off by the least in all rounds together."""
+    total = np.zeros((len(seen) * k, m * k))
+    told = np.concatenate([count for _, count in seen]).astype(float)
+    for t, (asked, count) in enumerate(seen):
+        for j in range(k):
+            total[t * k + j, asked * k + j] = max(count.sum(), 1) / len(asked)
+    off, one_each = np.eye(len(told)), np.kron(np.eye(m), np.ones(k))
+    result = linprog(
+        np.concatenate([np.zeros(m * k), np.ones(len(told))]),
+        A_ub=np.vstack([np.hstack([total, -off]), np.hstack([-total, -off])]),
+        b_ub=np.concatenate([told, -told]),
+        A_eq=np.hstack([one_each, np.zeros((m, len(told)))]),
+        b_eq=np.ones(m),
+    )
+    return result.x[: m * k].reshape(m, k).argmax(1)
+
+
 def test_stop_and_resume(task, ragged, starts, tmp_path):
     algorithm, secure = ct.IFCA(k=3, init=starts, batch=4, tau=2, fraction=0.8), ct.SecureSum(min_members=2)
     whole = ct.fit(algorithm, task, ragged, rounds=4, secure=secure)
     ct.fit(algorithm, task, ragged, rounds=2, secure=secure, out=tmp_path)
     parts = ct.fit(algorithm, task, ragged, rounds=4, secure=secure, out=tmp_path, resume=True)
     assert torch.equal(flat(whole.state.theta, 0), flat(parts.state.theta, 0))
-    assert read_config(tmp_path)["run"]["secure"] == {"threshold": 0.6, "min_members": 2, "clip": 2.0**20}
+    assert read_config(tmp_path)["run"]["secure"] == dataclasses.asdict(secure)
     with pytest.raises(ValueError, match="secure"):
         ct.fit(algorithm, task, ragged, rounds=4, out=tmp_path, resume=True)
 

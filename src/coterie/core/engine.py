@@ -18,7 +18,7 @@ from coterie.core.sums import Sums
 from coterie.core.task import Task
 from coterie.core.train import own_rows
 
-_CLIENT = 1  # stream under the key of all clients
+_CLIENT, _SAMPLE = 1, 2  # streams under the key of all clients
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Exchange(NamedTuple):
         everybody: Whether these are all clients, or one process's share of all.
         ledger: Where bytes and memories are kept.
         first: What clients do before the step; None where they begin with it.
+        share: How likely each client takes part, which it decides in secret; 1 where all do.
     """
 
     step: Step
@@ -91,6 +92,7 @@ class Exchange(NamedTuple):
     everybody: bool
     ledger: Ledger
     first: First | None = None
+    share: float = 1.0
 
     def only(self, at: Tensor) -> Exchange:
         """The same exchange with the clients at these positions alone."""
@@ -141,6 +143,19 @@ class Engine(ABC):
     def gather(self, exchange: Exchange) -> Reply:
         """Run the step on every client and return every reply, stacked in the clients' order."""
 
+    def invite(self, numbers: Tensor, when: tuple[int, ...], fraction: float) -> tuple[Tensor, float]:
+        """Who is asked where a share of some clients is to take part, and how likely each of those then does.
+
+        Args:
+            numbers: Of the clients.
+            when: The moment.
+            fraction: The share, below 1.
+
+        Returns:
+            Positions among the clients, and a probability: 1, unless clients decide in secret.
+        """
+        return sampled(self.key, when, numbers, fraction), 1.0
+
     def in_the_open(self) -> Engine:
         """The engine for exchanges that a real federation would not make, such as scoring in a simulation."""
         return self
@@ -152,3 +167,9 @@ class Engine(ABC):
     def sizes(self, exchange: Exchange) -> Tensor:
         """Rows of each client of an exchange."""
         return self.federation.part(exchange.part).sizes[exchange.clients]
+
+
+def sampled(key: Key, when: tuple[int, ...], numbers: Tensor, fraction: float) -> Tensor:
+    """Positions of a random share of clients, at least one, that follows from the key, the moment and their numbers."""
+    order = key.fold(_SAMPLE, *when).shuffle(numbers)
+    return order[: max(1, round(fraction * len(numbers)))].sort().values

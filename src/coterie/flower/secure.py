@@ -20,8 +20,9 @@ from coterie.core.pytree import take, tree_map
 from coterie.core.step import Reply, Secrecy
 from coterie.flower.memory import Memory
 from coterie.flower.records import get_tree, put_tree
+from coterie.secure.client import Client
 from coterie.secure.engine import Code
-from coterie.secure.protocol import EXCHANGES, Client, Payload, Sheet, Terms
+from coterie.secure.messages import EXCHANGES, Payload, Sheet, Terms
 
 SECURE = "secure"  # the record that makes a message one of a session
 Work = Callable[[], tuple[Reply, Mapping[str, Secrecy]]]

@@ -29,7 +29,8 @@ from coterie.flower.steps import describe_step, types_of
 from coterie.secure import SecureSum
 from coterie.secure.engine import MOST, Code, Secure, Witness
 from coterie.secure.masks import SECRET, TAG, usable
-from coterie.secure.protocol import NUMBER, Opened, Payload, Server, Terms, TooFewLeft
+from coterie.secure.messages import NUMBER, Opened, Payload, Terms, TooFewLeft
+from coterie.secure.server import Server
 from coterie.secure.shamir import SHARE
 
 LEAST = 2  # nodes: of one alone, sums and counts say where its clients are

@@ -17,12 +17,15 @@ from coterie.core.pytree import leaves, take, tree_map
 from coterie.core.step import Reply, Secrecy, derived, step_name
 from coterie.core.sums import Sums
 from coterie.secure import SecureSum
+from coterie.secure.client import Client
 from coterie.secure.masks import simulated
-from coterie.secure.protocol import Answering, Client, Opened, Session, Sheet, Terms, Transcript
+from coterie.secure.messages import Opened, Sheet, Terms, Transcript
+from coterie.secure.protocol import Answering, Session
 
 MOST = 256  # clients per session: masks and shares are made for every pair of clients
 ROOM = 62  # bits for the largest sum, of the 63 that a signed number has
 LEAST = 20  # fractional bits; with fewer, sums would not be exact enough
+_PARTS = 3  # stream under the key of all clients, and under each one's
 
 Witness = Callable[[Transcript], None]
 
@@ -63,15 +66,30 @@ class Secure(Engine):
         here = session.agree()
         position = {i: at for at, i in enumerate(exchange.clients.tolist())}
         present = exchange.only(torch.tensor([position[i] for i in here], dtype=torch.long))  # dropped ones do nothing
-        reply = self.inner.gather(present._replace(ledger=replace(exchange.ledger, bytes_down=0, bytes_up=0)))
+        taking_part = present.only(self._decided(present))
+        reply = self._replies(taking_part, present)
         secrecy = derived(exchange.step, self.task).secrecy
         everybody = len(exchange.clients)
         code = Code.of(self._settings.clip, everybody, reply, exchange.slots, step_name(exchange.step), secrecy)
         # Up to the session every row of `reply` belongs to its own client, and the server has none of them.
-        sheets = {i: code.sheet(take(reply, row), self.federation.name(i)) for row, i in enumerate(here)}
+        sheets = {i: code.nothing() for i in here}
+        for row, i in enumerate(taking_part.clients.tolist()):
+            sheets[i] = code.sheet(take(reply, row), self.federation.name(i))
         opened = session.add(sheets)
         self._account(exchange, session.server.transcript, exchange.bytes_down() * len(here), opened)
         return tree_map(lambda x: x.to(self.device), code.sums(opened, everybody))
+
+    def invite(self, numbers: Tensor, when: tuple[int, ...], fraction: float) -> tuple[Tensor, float]:
+        """Everybody, to decide in secret; of more clients than a session can hold, one of several fixed parts of them.
+
+        The parts are always the same: counts of parts that overlap would tell of single clients.
+        """
+        wanted = fraction * len(numbers)
+        if not self._settings.hide_sample or wanted > MOST:
+            return super().invite(numbers, when, fraction)
+        parts = self.key.fold(_PARTS).shuffle(numbers).tensor_split(math.ceil(len(numbers) / MOST))
+        asked = parts[self.key.fold(_PARTS, *when).seed() % len(parts)].sort().values
+        return asked, min(1.0, wanted / len(asked))
 
     def gather(self, exchange: Exchange) -> Reply:
         """Raise a ValueError: in a secure sum the server gets nothing but sums."""
@@ -90,6 +108,25 @@ class Secure(Engine):
         terms, when = Terms(n, needed, wanted.min_members, exchange.slots), (next(self._sessions), *exchange.when)
         clients = exchange.clients.tolist()
         return {i: Client(i, terms, simulated(self.client_key(i).fold(*when))) for i in clients}, terms
+
+    def _decided(self, exchange: Exchange) -> Tensor:
+        """Positions of the clients that take part; each decides for itself, and the same in all of a moment."""
+        if exchange.share >= 1:
+            return torch.arange(len(exchange.clients))
+        keys = [self.client_key(i).fold(_PARTS, *exchange.when) for i in exchange.clients.tolist()]
+        return torch.tensor([key.seed() < exchange.share * 2.0**56 for key in keys]).nonzero().flatten()
+
+    def _replies(self, taking_part: Exchange, present: Exchange) -> Reply:
+        """What clients reply in the open, uncharged: the session's messages are what is charged.
+
+        Where nobody takes part, the form of the reply is that of somebody who is there and keeps nothing of it.
+        """
+        quiet = replace(present.ledger, bytes_down=0, bytes_up=0)
+        if len(taking_part.clients):
+            return self.inner.gather(taking_part._replace(ledger=quiet))
+        quiet.memory = dict(quiet.memory)
+        one = self.inner.gather(present.only(torch.tensor([0]))._replace(ledger=quiet))
+        return tree_map(lambda x: x[:0], one)
 
     def _account(self, exchange: Exchange, transcript: Transcript, down: int, opened: Opened) -> None:
         """Count bytes, and log clients that dropped out and slots that were not opened."""
@@ -146,8 +183,8 @@ class Code(NamedTuple):
 
     @property
     def head(self) -> int:
-        """The length of the head of a sheet."""
-        return self.slots + sum(self.note[n].numel() for n in self._averaged())
+        """The length of the head of a sheet: whether the client chose each slot, whether it takes part, and notes."""
+        return self.slots + 1 + sum(self.note[n].numel() for n in self._averaged())
 
     @property
     def width(self) -> int:
@@ -169,7 +206,12 @@ class Code(NamedTuple):
         np.add.at(body, slot.numpy(), self._encode(numbers, who))
         chosen = torch.zeros(self.slots, dtype=torch.long).index_put_((slot[weight > 0],), torch.tensor(1))
         noted = torch.cat([torch.zeros(0), *(reply.note[n].flatten().cpu() for n in self._averaged())])
-        return Sheet(np.concatenate([chosen.numpy().view(np.uint64), self._encode(noted, who)]), body)
+        told = torch.cat([chosen, torch.ones(1).long()]).numpy().view(np.uint64)
+        return Sheet(np.concatenate([told, self._encode(noted, who)]), body)
+
+    def nothing(self) -> Sheet:
+        """The sheet of a client that does not take part."""
+        return Sheet(np.zeros(self.head, np.uint64), np.zeros((self.slots, self.width), np.uint64))
 
     def require_room(self, opened: Opened) -> None:
         """Check that no number is larger than any sum can be: it would be a mask that was removed with wrong shares.
@@ -190,10 +232,11 @@ class Code(NamedTuple):
             opened: The opened sums.
             participants: Number of clients that were invited, for each of which there is a row of notes.
         """
-        body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots :]))
+        body, head = (self._decode(x) for x in (opened.sheet.body, opened.sheet.head[self.slots + 1 :]))
+        taking_part = max(int(opened.sheet.head[self.slots]), 1)
         rest = iter(body[:, :-1].split([x.numel() for x in leaves(self.update)], 1))
         update = tree_map(lambda x: next(rest).reshape(self.slots, *x.shape).to(x.dtype), self.update)
-        means = iter((head / len(opened.clients)).split([self.note[n].numel() for n in self._averaged()]))
+        means = iter((head / taking_part).split([self.note[n].numel() for n in self._averaged()]))
         everybody = {n: next(means).reshape(self.note[n].shape).float() for n in self._averaged()}
         everybody |= {n: torch.full(x.shape, -1) for n, x in self.note.items() if self.secrecy[n] == "hidden"}
         note = {n: everybody[n].expand(participants, *x.shape) for n, x in self.note.items()}

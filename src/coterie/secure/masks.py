@@ -1,13 +1,16 @@
-"""Cryptographic primitives, from the package `cryptography`: key agreement, masks, encrypted messages, randomness."""
+"""Cryptographic primitives, from the package `cryptography`: key agreement, signatures, masks, encrypted messages."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -18,6 +21,7 @@ from coterie.core.key import Key
 
 SECRET = 32  # bytes of a seed, of a secret key and of a public key
 TAG = 16  # bytes by which an encrypted message is longer
+SIGNATURE = 64  # bytes
 
 Entropy = Callable[[int], bytes]  # returns that many random bytes; `os.urandom` except in simulations
 
@@ -33,6 +37,7 @@ class Pair:
         self.secret = secret
         self._key = X25519PrivateKey.from_private_bytes(secret)
         self.public = self._key.public_key().public_bytes_raw()
+        self._common: dict[bytes, bytes] = {}  # by public key: the slow part of an agreement, whatever its purpose
 
     def agree(self, public: bytes, purpose: bytes) -> bytes:
         """Return the secret that this key pair shares with the owner of another one, a different one per purpose.
@@ -41,13 +46,59 @@ class Pair:
             public: The other's public key.
             purpose: What the secret is used for.
 
+        Raises:
+            ValueError: No agreement with this key is possible.
+
         Example:
             >>> a, b = Pair(bytes(32)), Pair(bytes(range(32)))
             >>> a.agree(b.public, b"masks") == b.agree(a.public, b"masks") != b.agree(a.public, b"shares")
             True
         """
-        common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
-        return HKDF(hashes.SHA256(), SECRET, salt=None, info=b"coterie secure sum: " + purpose).derive(common)
+        if public not in self._common:
+            self._common[public] = self._key.exchange(X25519PublicKey.from_public_bytes(public))
+        info = b"coterie secure sum: " + purpose
+        return HKDF(hashes.SHA256(), SECRET, salt=None, info=info).derive(self._common[public])
+
+
+class Identity:
+    """An Ed25519 key pair by which others know a party from session to session.
+
+    Args:
+        secret: The secret key: `SECRET` random bytes.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(secret)
+        self.public = self._key.public_key().public_bytes_raw()
+
+    def sign(self, text: bytes) -> bytes:
+        """Return the signature of a text.
+
+        Args:
+            text: What is signed.
+
+        Example:
+            >>> one = Identity(bytes(32))
+            >>> is_signed(one.public, b"a list", one.sign(b"a list")), is_signed(one.public, b"b", one.sign(b"a list"))
+            (True, False)
+        """
+        return self._key.sign(text)
+
+
+@lru_cache(maxsize=1024)  # in a simulation all clients of a session check the same signatures in one process
+def is_signed(public: bytes, text: bytes, signature: bytes) -> bool:
+    """Return whether the owner of an identity has signed a text.
+
+    Args:
+        public: The public key of the identity.
+        text: What was to be signed.
+        signature: The signature.
+    """
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, text)
+    except (InvalidSignature, ValueError):  # the second where the bytes are no key
+        return False
+    return True
 
 
 def usable(public: bytes) -> bool:

@@ -10,14 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-EXCHANGES = ("keys", "shares", "sheets", "counts", "sums")
-NUMBER = 8  # bytes of a count, or of a client's number
+EXCHANGES = ("keys", "shares", "sheets", "lists", "counts", "sums")
+NUMBER = 8  # bytes of a count, of its tag, or of a client's number
 
 Payload = dict[int, bytes]  # by the client that an entry is for or about
 
 
 class TooFewLeft(ConnectionError):
     """Too few clients answered, or followed the protocol, for a sum to be opened. No cluster's sum was opened."""
+
+
+class Refused(ValueError):
+    """A client does not go on with a session: what it was told would let the server open more than it may."""
 
 
 class Terms(NamedTuple):
@@ -64,6 +68,36 @@ class Sheet(NamedTuple):
             slots: Number of rows of the body.
         """
         return cls(numbers[:head], numbers[head:].reshape(slots, -1))
+
+
+class Count(NamedTuple):
+    """How many clients chose a slot, with the proof of it that a server cannot make up.
+
+    Attributes:
+        members: Number of clients.
+        tag: The sum of the tags of all clients, modulo 2⁶⁴ (`coterie.secure.client`).
+    """
+
+    members: int
+    tag: int
+
+    def to_bytes(self) -> bytes:
+        """Return the count as a part of a message.
+
+        Example:
+            >>> Count.from_bytes(Count(3, 2**64 - 1).to_bytes())
+            Count(members=3, tag=18446744073709551615)
+        """
+        return self.members.to_bytes(NUMBER, "little") + self.tag.to_bytes(NUMBER, "little")
+
+    @classmethod
+    def from_bytes(cls, part: bytes) -> Count:
+        """Return the count that `to_bytes` has written.
+
+        Args:
+            part: The bytes.
+        """
+        return cls(int.from_bytes(part[:NUMBER], "little"), int.from_bytes(part[NUMBER:], "little"))
 
 
 class Opened(NamedTuple):
