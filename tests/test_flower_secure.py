@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import re
 import stat
 import time
 from functools import partial
@@ -28,16 +29,19 @@ from coterie.flower.local import LocalGrid
 from coterie.flower.membership import FlowerMembership
 from coterie.flower.memory import Memory
 from coterie.flower.node import Node
+from coterie.flower.policy import Policy, identity_of
 from coterie.flower.records import put_tree
 from coterie.flower.secure import get_payload, put_payload
 from coterie.flower.secure_engine import SecureFlower
 from coterie.flower.server_app import Settings, serve
 from coterie.runs.evaluate import Scorer, SummedScores, evaluate
 from coterie.runs.fit import fit_on
+from coterie.secure.client import Client
 from coterie.secure.engine import Code
-from coterie.secure.protocol import EXCHANGES, TooFewLeft
+from coterie.secure.messages import EXCHANGES, Count, Terms, TooFewLeft
 
 K = 3
+SECURE = {"min_members": 2, "threshold": 0.6}
 STEP = ct.IFCA(k=K, tau=2).step
 
 
@@ -89,7 +93,7 @@ def cohort_on(grid, task, key=None, **options):
 
 
 def secure_on(grid, task, settings=None, **options):
-    settings = settings or ct.SecureSum(min_members=2)
+    settings = settings or ct.SecureSum(min_members=2, threshold=0.6)  # so that a third may be gone
     return members_on(grid, task, **options).wrapped(lambda engine: SecureFlower(engine, settings)).everyone.at(0)
 
 
@@ -146,18 +150,18 @@ def test_sums_and_counts_are_those_in_the_open(grid, task, shared):
 def test_a_third_of_the_nodes_may_be_gone(exchange, grid, task, shared):
     """Nothing is done again; whose sheets have arrived is in the sums."""
     gone = {70 - 1, 70 - 4}
-    late = exchange in ("counts", "sums")
+    late = exchange in ("lists", "counts", "sums")
     there = [i for i in range(12) if late or 70 - i // 2 not in gone]
     plain = cohort_on(grid, task).only(there).at(0).combine(STEP, shared, slots=K)
     count = torch.bincount(plain.note["label"].flatten(), minlength=K)
     grid.spoil = Gone(exchange, gone)
-    cohort = secure_on(grid, task, ct.SecureSum(min_members=2))
+    cohort = secure_on(grid, task)
     grid.down.clear()
     sums = cohort.combine(STEP, shared, slots=K)
     assert_close(plain.update, sums.update)
     assert torch.equal(plain.weight, sums.weight) and torch.equal(count, sums.members)
     assert torch.allclose(sums.note["loss"], plain.note["loss"].mean(0).expand(12, 1), atol=1e-6)
-    assert len(grid.down) == 5 * 6 - 2 * (4 - EXCHANGES.index(exchange))  # who has failed is not asked again
+    assert len(grid.down) == 6 * 6 - 2 * (5 - EXCHANGES.index(exchange))  # who has failed is not asked again
     assert cohort.engine.inner.faults == {"site-1": 1, "site-4": 1}
     assert late or "4 of 12 clients were gone" in cohort.ledger.messages[-1]
 
@@ -218,7 +222,7 @@ def secrets_of(grid, cohort, shared):
     asking = cohort._exchange(STEP, shared, K, None)
     for s, at in inner.by_site(cohort.clients).items():
         node = grid.nodes[inner.roster.nodes[s]]
-        reply, secrecy = node._secret_step(inner.request(asking, at))
+        reply, secrecy = node._secret_step(inner.request(asking, at), 1.0)
         assert secrecy["loss"] == "mean" and secrecy["label"] == "hidden"
         code = Code.of(2.0**20, 12, reply, K, "step", secrecy)
         sheets = [code.sheet(take(reply, i), "") for i in range(2)]
@@ -268,8 +272,8 @@ def test_messages_do_not_depend_on_who_is_in_which_cluster(ragged, task, shared,
         sheets = [get_payload(m.content) for m in grid.up if "form" in m.content]
         for (sheet,) in (payload.values() for payload in sheets):
             numbers = np.frombuffer(sheet, np.uint64)
-            assert not set(numbers[:K].tolist()) & {0, 1, 2}
-            for row in numbers[K + 1 :].reshape(K, -1):
+            assert not set(numbers[: 2 * K + 2].tolist()) & {0, 1, 2}  # counts, who takes part, the loss, tags
+            for row in numbers[2 * K + 2 :].reshape(K, -1):
                 bits = np.unpackbits(row.view(np.uint8)).mean()
                 assert abs(bits - 0.5) < 5 * 0.5 / math.sqrt(row.nbytes * 8)
     assert forms[0] == forms[1]
@@ -285,7 +289,7 @@ def test_scoring_tells_no_cluster(grid, task, shared, starts):
     assert isinstance(scores, SummedScores) and scores.per_cluster == pytest.approx(plain.per_cluster, abs=1e-6)
     assert scores.mean == pytest.approx(plain.mean) and set(scores.labels) == {-1}
     assert np.isnan(scores.per_client).all() and scores.clustering == {} and scores.count.tolist() == [4, 4, 4]
-    answers = grid.up[: 5 * 6]
+    answers = grid.up[: 6 * 6]
     assert {name for m in answers for name in m.content} == {"payload", "payload.tree", "form", "form.tree"}
     assert cohort.ledger.bytes_up == 0
 
@@ -305,9 +309,14 @@ def test_clients_without_test_rows_have_no_score(task, ragged, tmp_path):
 
 def invitation(**changes):
     terms = {"invited": 3, "needed": 2, "min_members": 2, "slots": K, "clip": 2.0**20, "clients": 6, "me": 0}
-    terms["deadline"] = 10.0
+    terms |= {"deadline": 10.0, "share": 1.0}
     words = {**terms, "run": "test", "session": "ab", "exchange": "keys", "step": "IFCA.step", **changes}
     return RecordDict({"secure": ConfigRecord(words)})
+
+
+def other_key():
+    """The public keys of party 1 of the session that `invitation` invites to."""
+    return Client(1, Terms(invited=3, needed=2, min_members=2, slots=K, who="nodes")).keys()
 
 
 def following(exchange, session="ab"):
@@ -324,7 +333,7 @@ def test_a_node_answers_every_exchange_once_and_in_turn(ragged, tmp_path):
     with pytest.raises(ValueError, match="does not take part in this secure sum, or no longer"):
         node.answer("train", following("shares", "cd"))
     content = following("shares")
-    put_payload(content, {**key, 1: bytes(range(64))})
+    put_payload(content, {**key, **other_key()})
     node.answer("train", content)
     with pytest.raises(ValueError, match="the next exchange is 'sheets', not 'shares'"):
         node.answer("train", content)
@@ -347,11 +356,11 @@ def test_a_session_that_broke_off_is_forgotten_at_the_next_message_of_any_other(
     node, other = Node("a", ragged, tmp_path), Node("b", ragged, tmp_path)
     key = get_payload(node.answer("train", invitation()))
     other.answer("train", invitation(run="of another node"))
-    now += 5 * 10 - 1
+    now += 6 * 10 - 1
     node.answer("train", invitation(run="second", session="cd"))
     assert len(list(tmp_path.rglob("session.json"))) == 3
     now += 2
-    put_payload(content := following("shares"), {**key, 1: bytes(range(64))})
+    put_payload(content := following("shares"), {**key, **other_key()})
     node.answer("train", content)
     assert len(list(tmp_path.rglob("session.json"))) == 3
     node.answer("train", invitation(run="third", session="ef"))
@@ -363,7 +372,7 @@ def test_keys_are_new_in_every_session(grid, task, shared):
     cohort = secure_on(grid, task)
     for _ in range(2):
         cohort.combine(STEP, shared, slots=K)
-    public = [get_payload(m.content) for m in grid.up[6:12] + grid.up[36:42]]
+    public = [get_payload(m.content) for m in grid.up[6:12] + grid.up[42:48]]
     assert len({part for payload in public for part in payload.values()}) == 12
 
 
@@ -390,6 +399,126 @@ def test_what_does_not_fit_is_told_without_its_size(grid, task, shared, caplog):
 def test_notes_of_clients_are_not_told(grid):
     with pytest.raises(TooFewLeft, match=r"CFL.step tells the server every client's "):
         serve(grid, Settings(nodes=6), {**TABLES, "algorithm": {"name": "cfl", "sketch": 50}})
+
+
+# --- a server that lies, and what nodes ask of a run ---------------------------------------------------------------
+
+
+class Lying(LocalGrid):
+    """A server that changes what it says in an exchange, node by node."""
+
+    def __init__(self, nodes, exchange, lie):
+        super().__init__(nodes)
+        self.exchange, self.lie = exchange, lie
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        for message in messages:
+            if message.content.get("secure", {}).get("exchange") == self.exchange:
+                self.lie(message.metadata.dst_node_id, message.content)
+        return super().push_messages(messages)
+
+
+def say(content, numbers):
+    put_tree(content, "numbers", torch.tensor(numbers))
+
+
+def one_for_all(keys, me):
+    return {i: key if i == me else keys[5] for i, key in keys.items()}
+
+
+def miscount(content):
+    counts = {j: Count.from_bytes(part) for j, part in get_payload(content).items()}
+    put_payload(content, {j: Count(count.members + 1, count.tag).to_bytes() for j, count in counts.items()})
+
+
+@pytest.mark.parametrize(
+    ("exchange", "lie", "said"),
+    [
+        ("lists", lambda node, c: say(c, [0] * 6), "it was told that one sheet has arrived twice"),
+        ("lists", lambda node, c: say(c, list(range(node % 2, 6))), "others were told of another one|has not arrived"),
+        ("sums", lambda node, c: miscount(c), "it was told of a count that is not the true one"),
+        (
+            "shares",
+            lambda node, c: put_payload(c, {**get_payload(c), 6: get_payload(c)[5]}),
+            "it was given keys of 7 nodes, 6 are invited",
+        ),
+        (
+            "shares",
+            lambda node, c: put_payload(
+                c, {i: k if 70 - i == node else get_payload(c)[5] for i, k in get_payload(c).items()}
+            ),
+            "it was given a key of node .* twice|it was given keys that node .* has not signed",
+        ),
+    ],
+    ids=["duplicates", "two views", "counts", "more than invited", "one key for all"],
+)
+def test_nodes_refuse_a_server_that_lies(exchange, lie, said, ragged, task, shared, tmp_path, caplog):
+    cohort = secure_on(Lying(nodes_of(ragged, tmp_path), exchange, lie), task)
+    with pytest.raises(TooFewLeft, match=said):
+        cohort.combine(STEP, shared, slots=K)
+    assert re.search(rf"secure sum: node \d refuses: .*({said})", caplog.text)
+
+
+def test_a_node_takes_part_on_its_own_conditions(ragged, task, shared, tmp_path):
+    grid = LocalGrid(nodes_of(ragged, tmp_path))
+    for node in grid.nodes.values():
+        node.policy = Policy.of({"secure-only": True, "min-members": 4, "min-nodes": 3})
+    with pytest.raises(TooFewLeft, match=r"asks for clusters of at least 4 members .* got 2 and 6"):
+        secure_on(grid, task).combine(STEP, shared, slots=K)
+    assert secure_on(grid, task, ct.SecureSum(min_members=4)).combine(STEP, shared, slots=K).members.sum() == 12
+    cohort = cohort_on(grid, task).at(0)
+    with pytest.raises(ConnectionError):
+        cohort.combine(STEP, shared, slots=K)
+    assert "takes part in secure sums alone (secure-only), and this run has none" in cohort.ledger.messages[0]
+
+
+def test_nodes_that_know_each_other_refuse_strangers(ragged, task, shared, tmp_path):
+    """A server that takes part itself, under a name that nobody knows."""
+    grid = LocalGrid(nodes_of(ragged, tmp_path))
+    identities = [identity_of(node.memory).public.hex() for node in grid.nodes.values()]
+    (peers := tmp_path / "peers").write_text("# all nodes\n" + "\n".join(f"{key}  # a node" for key in identities))
+    for node in grid.nodes.values():
+        node.policy = Policy.of({"peers": str(peers)})
+    assert secure_on(grid, task).combine(STEP, shared, slots=K).members.tolist() == [4, 4, 4]
+    grid.nodes[70].memory.identity_file().unlink()  # another one is made
+    with pytest.raises(TooFewLeft, match=r"it was given keys of node 0, whose identity [0-9a-f]{64} it does not know"):
+        secure_on(grid, task).combine(STEP, shared, slots=K)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"secure-only": "maybe"}, "secure-only must be true or false, got 'maybe'"),
+        ({"min-members": 1}, "min-members must be a whole number of at least 2, got '1'"),
+        ({"min-nodes": "x"}, "min-nodes must be a whole number of at least 2, got 'x'"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(config, said):
+    with pytest.raises(ValueError, match=said):
+        Policy.of(config)
+
+
+def test_a_file_of_identities_that_makes_no_sense_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="peers must name a file of identities"):
+        Policy.of({"peers": str(tmp_path / "none")}).trusted()
+    (tmp_path / "peers").write_text("ssh-ed25519 AAAA")
+    with pytest.raises(ValueError, match="an identity is 64 hexadecimal digits, got 'ssh-ed25519 AAAA'"):
+        Policy.of({"peers": str(tmp_path / "peers")}).trusted()
+
+
+def test_who_takes_part_is_a_secret_of_the_nodes(grid, task, shared):
+    """All clients are asked, and nodes draw who takes part: sums and counts change from session to session."""
+    cohort = secure_on(grid, task).sample(0.5)
+    assert len(cohort) == 12 and cohort.share == 0.5
+    counts = [cohort.combine(STEP, shared, slots=K).members.tolist() for _ in range(8)]
+    assert len(set(map(tuple, counts))) > 1 and 0 < np.sum(counts) < 8 * 12
+
+
+def test_a_node_of_which_nobody_takes_part_sends_zeros_under_masks(grid, task, shared, tmp_path):
+    cohort = secure_on(grid, task).sample(1e-12)
+    sums = cohort.combine(STEP, shared, slots=K)
+    assert sums.members.tolist() == [0, 0, 0] and not sums.weight.any()
 
 
 # --- hostile answers ----------------------------------------------------------------------------------------------
@@ -460,7 +589,7 @@ def test_a_node_that_sends_nonsense_is_left_out(exchange, what, ragged, task, sh
     grid = LocalGrid(nodes_of(ragged, tmp_path, nodes=3), Gone(exchange, {70}, what))
     cohort = secure_on(grid, task)
     sums = cohort.combine(STEP, shared, slots=K)
-    late = exchange in ("counts", "sums")
+    late = exchange in ("lists", "counts", "sums")
     assert int(sums.members.sum()) == (12 if late else 8) and cohort.engine.inner.faults == {"site-0": 1}
     grid.spoil = None
     plain = in_the_open(cohort).only(range(0 if late else 4, 12)).at(0).combine(STEP, shared, slots=K)
@@ -496,20 +625,21 @@ def test_a_key_that_nobody_can_use_is_its_senders_fault(half, grid, task, shared
     assert cohort.engine.inner.faults == {"site-0": 1}
 
 
-def test_a_share_that_cannot_be_opened_is_done_without(grid, task, shared):
+def test_a_node_that_cannot_open_a_share_takes_no_part(grid, task, shared, caplog):
     """Two nodes cannot open what the first has sealed for them, and four of six suffice."""
-    plain = cohort_on(grid, task).at(0).combine(STEP, shared, slots=K)
+    plain = cohort_on(grid, task).only([0, 1, 2, 3, 6, 7, 8, 9]).at(0).combine(STEP, shared, slots=K)
     grid.spoil = Once("shares", garbage(lambda i: i in (2, 5)))
     cohort = secure_on(grid, task)
     sums = cohort.combine(STEP, shared, slots=K)
     assert_close(plain.update, sums.update)
-    assert sums.members.tolist() == [4, 4, 4] and cohort.engine.inner.faults == {}
+    assert cohort.engine.inner.faults == {"site-2": 1, "site-5": 1}
+    assert "node 2 refuses: it cannot open the shares of node 0" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("exchange", "what", "said"),
     [
-        ("shares", garbage(), "too few nodes could open their shares of the secrets of site 'site-0': 1, and 4 are"),
+        ("shares", garbage(), r"1 of 6 nodes answered exchange 2 .* refuses: it cannot open the shares of node 0"),
         ("counts", garbage(), "the shares of a secret of site 'site-0' do not fit together, so it or one of those"),
         ("sums", garbage(), "the shares of a secret of site 'site-0' do not fit together, so it or one of those"),
         ("sheets", garbage(), "the counts make no sense, so somebody has not kept to the protocol"),
@@ -517,7 +647,7 @@ def test_a_share_that_cannot_be_opened_is_done_without(grid, task, shared):
     ],
 )
 def test_one_node_can_stop_a_sum_and_the_run_goes_on_later(exchange, what, said, grid, tmp_path):
-    tables = {**TABLES, "algorithm": {"name": "fedavg", "tau": 2}, "run": {"rounds": 1, "secure": {"min_members": 2}}}
+    tables = {**TABLES, "algorithm": {"name": "fedavg", "tau": 2}, "run": {"rounds": 1, "secure": SECURE}}
     settings = Settings(nodes=6, out=str(tmp_path / "run"))
     hostile = Once(exchange, what)
     hostile.count = -1  # enrolment
@@ -551,7 +681,7 @@ def test_a_run_is_that_in_the_open(cls, settings, grid, task, starts):
             secure=secure,
             secured=SecureFlower,
         )
-        for secure in (None, ct.SecureSum(min_members=2))
+        for secure in (None, ct.SecureSum(min_members=2, hide_sample=False))
     )
     for a, b in zip(plain.models, secure.models, strict=True):
         assert_close(a, b)
@@ -590,7 +720,7 @@ def test_points_too(algorithm, task, points, tmp_path):
 TABLES = {
     "algorithm": {"name": "ifca", "k": K, "tau": 2, "init": {"name": "random_groups", "rounds": 2}},
     "task": {"kind": "classifier", "model": {"name": "mlp", "sizes": [64, 16, 10]}},
-    "run": {"rounds": 3, "evaluations": 2, "secure": {"min_members": 2}},
+    "run": {"rounds": 3, "evaluations": 2, "secure": SECURE},
 }
 
 
@@ -629,7 +759,7 @@ def test_a_run_that_has_too_few_left_goes_on_later(grid, tmp_path):
 
     def spoil(node, answer):
         answers[node] = answers.get(node, 0) + 1
-        return Message(Error(2, "no"), reply_to=answer) if node > 67 and answers[node] > 9 else answer
+        return Message(Error(2, "no"), reply_to=answer) if node > 67 and answers[node] > 10 else answer
 
     grid.spoil = spoil
     with pytest.raises(TooFewLeft):
@@ -648,11 +778,11 @@ def test_a_run_goes_on_where_a_third_is_gone_after_the_keys_are_exchanged(grid, 
 
     def spoil(node, answer):
         answers[node] = answers.get(node, 0) + 1
-        return None if node in gone and answers[node] == 5 + 3 else answer
+        return None if node in gone and answers[node] == 6 + 3 else answer
 
     grid.spoil = spoil
     clients = partial(members_on, grid, task, deadline=0.1)
-    run = fit_on(clients, algorithm, rounds=3, evaluations=1, secure=ct.SecureSum(), secured=SecureFlower)
+    run = fit_on(clients, algorithm, rounds=3, evaluations=1, secure=ct.SecureSum(threshold=0.6), secured=SecureFlower)
     assert [row["members"] for row in run.history] == [[12]] * 3
     grid.spoil = None
     cohort = cohort_on(grid, task, key.fold(1))

@@ -311,3 +311,9 @@ def test_the_groups_of_stores_are_found(tmp_path):
     one, three = result["rows"]
     assert one["found"] == [1] and three["found"] == [3] and three["least ARI"] > 0.95
     assert three["of the informed (%)"] < 105 and three["below one for all (%)"] > 20
+
+
+def test_counts_tell_clusters_unless_clients_decide_in_secret_who_takes_part(tmp_path):
+    result = quick("secure-counts", tmp_path)
+    known, secret = (row["clusters found"] for row in result["rows"])
+    assert known == 1 and secret < 1 and len(result["costs"]) == 2

@@ -88,6 +88,19 @@ def run(
 
 
 @app.command()
+def identity(
+    site: Annotated[str, typer.Argument(help="The node's name, as in its node config.")],
+    memory: Annotated[Path, typer.Option(help="The node's `memory` folder, as in its node config.")],
+) -> None:
+    """Print the public key by which other nodes know this one in secure sums; for the file `peers` of their configs."""
+    check_installed()
+    from coterie.flower.memory import Memory
+    from coterie.flower.policy import identity_of
+
+    print(identity_of(Memory(memory, site)).public.hex())
+
+
+@app.command()
 def status(folder: Folder = HERE, as_json: Json = False) -> None:
     """Show which processes are running, and which nodes are online."""
     lab = _lab(folder)

@@ -26,6 +26,7 @@ from coterie.storage.snapshot import write_text
 LINK = "superlink"
 WORKER = "-worker"  # after the name of its node
 NAME = "coterie"  # of the SuperLink in Flower's configuration
+PEERS = "peers"  # the file with the identities of all nodes
 PAUSE = 5.0  # seconds before a process that has ended is started again: a node is refused while it is thought online
 GRACE = 10.0  # seconds that a process is given to end by itself
 PATIENCE = 120.0  # seconds that nodes have to come online, and Flower's own command to answer
@@ -94,6 +95,11 @@ class Lab:
         make_certificates(self.folder / "certificates")
         for name in names:
             make_node_key(self.folder / "keys" / name)
+        from coterie.flower.memory import Memory
+        from coterie.flower.policy import identity_of  # which loads torch; the supervisor does without
+
+        known = [identity_of(Memory(self.folder / "nodes" / name, name)).public.hex() for name in names]
+        write_text(self.folder / PEERS, "".join(f"{key}  # {name}\n" for key, name in zip(known, names, strict=True)))
         ports = dict(zip([LINK, *names], free_ports(nodes + 1), strict=True))
         self._tell_flower(ports[LINK])
         chosen = {"nodes": names, "ports": ports, "workers": workers, "entrance": entrance}
@@ -126,6 +132,8 @@ class Lab:
     def _node_config(self, i: int, name: str) -> str:
         own = self.folder / "nodes" / name
         config = {"site": name, "partition-id": i, "num-partitions": len(self.settings["nodes"]), "memory": str(own)}
+        if (peers := self.folder / PEERS).exists():  # older ones have none
+            config["peers"] = str(peers)
         if self.settings["workers"]:
             config["worker"] = str(own)
         return " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())

@@ -130,6 +130,16 @@ class Memory:
             self._forget_old_runs(but=run)
             snapshot.write_text(self._folder(run) / "chunks.json", json.dumps(chunks))
 
+    def identity_file(self) -> Path:
+        """The file of the secret key by which other nodes know this one.
+
+        Raises:
+            ValueError: There is no folder for it.
+        """
+        if self.folder is None:
+            raise ValueError(f"site '{self.site}': a secure sum has secrets to keep; give the node a 'memory' folder")
+        return self.folder / f"identity-{_digest(self.site)}.key"
+
     def load_session(self, run: str) -> dict[str, Any] | None:
         """Where the node stands in a secure sum; None where it takes part in none."""
         if self.folder is None or not (file := self._session(run)).is_file():
@@ -137,13 +147,7 @@ class Memory:
         return json.loads(file.read_text(encoding="utf-8"))
 
     def save_session(self, run: str, plain: dict[str, Any]) -> None:
-        """Keep it until the next message, for nobody else to read.
-
-        Raises:
-            ValueError: There is nowhere to keep it.
-        """
-        if self.folder is None:
-            raise ValueError(f"site '{self.site}': a secure sum has secrets to keep; give the node a 'memory' folder")
+        """Keep it until the next message, for nobody else to read."""
         snapshot.write_private(self._session(run), json.dumps(plain))
 
     def drop_session(self, run: str) -> None:

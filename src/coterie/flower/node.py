@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,13 +17,14 @@ from coterie.core.cohort import Cohort
 from coterie.core.engine import First, Ledger
 from coterie.core.federation import Federation
 from coterie.core.key import Key
-from coterie.core.pytree import all_on
+from coterie.core.pytree import all_on, tree_map
 from coterie.core.step import Reply, Secrecy, Step, derived
 from coterie.core.task import Task
 from coterie.engines import find_device, simulated
 from coterie.flower import secure
 from coterie.flower.data_file import load_federation
 from coterie.flower.memory import Memory, Moment
+from coterie.flower.policy import Policy
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.roster import Site, mark, named
 from coterie.flower.steps import rebuild_step, rebuild_uplink, types_of
@@ -37,9 +39,18 @@ class Node:
         federation: Its clients and their rows.
         memory: The folder where clients keep what they remember; None if there is none.
         device: Where steps run: "auto", "cpu" or "cuda".
+        policy: On what conditions it takes part in runs.
     """
 
-    def __init__(self, site: str, federation: Federation, memory: Path | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        site: str,
+        federation: Federation,
+        memory: Path | None = None,
+        device: str = "cpu",
+        policy: Policy | None = None,
+    ) -> None:
+        self.policy = policy or Policy()
         self.site, self.federation = site, named(site, federation)
         self.memory = Memory(memory, site)
         self.device = find_device(device)
@@ -65,18 +76,31 @@ class Node:
         """
         if secure.SECURE in content:
             fields = _words(content, secure.SECURE)
-            return secure.answer(self.memory, fields, content, lambda: self._secret_step(content))
+            return secure.answer(
+                self.memory, self.policy, fields, content, lambda share: self._secret_step(content, share)
+            )
+        self.policy.check_open()
         reply = RecordDict()
         put_tree(reply, "answer", self._step(category, content))
         return reply
 
-    def _secret_step(self, content: RecordDict) -> tuple[Reply, Mapping[str, Secrecy]]:
-        """The replies of the clients, which stay here, and what the server may get of their notes."""
+    def _secret_step(self, content: RecordDict, share: float) -> tuple[Reply, Mapping[str, Secrecy]]:
+        """The replies of the clients that take part, which stay here, and what the server may get of their notes.
+
+        Who takes part is drawn from the system, not from the run's key, which the server knows. If nobody does, one
+        client does its step for the form of its reply, and keeps nothing of it.
+        """
         fields = _words(content, "step")
         secrecy = derived(rebuild_step(fields), _task(str(fields["task"]))).secrecy
-        return Reply(**self._step("query", content)), secrecy
+        some = [at for at, _ in enumerate(fields["clients"]) if secrets.randbelow(2**53) < share * 2.0**53]
+        if some:
+            return Reply(**self._step("query", content, some)), secrecy
+        return tree_map(lambda x: x[:0], Reply(**self._step("query", content, [0], keep=False))), secrecy
 
-    def _step(self, category: str, content: RecordDict) -> dict[str, Any]:
+    def _step(
+        self, category: str, content: RecordDict, some: list[int] | None = None, *, keep: bool = True
+    ) -> dict[str, Any]:
+        """What clients do in a step: those that the message names, or of those the ones at some positions."""
         fields = _words(content, "step")
         if fields.get("mark") != mark(self.federation.ids or ()):
             raise ValueError(f"site '{self.site}' has other clients now than when it enrolled")
@@ -87,13 +111,15 @@ class Node:
         rows = get_tree(content, "rows", {}) if "rows" in content else None
         moment = Moment.of(fields)
         cohort = self._cohort(fields)
+        if some is not None and len(some) < len(cohort):
+            cohort, rows = cohort.only(some), None if rows is None else rows[some]
         self._recall(cohort.ledger, moment, types)
         if "choose" in content:
             rows = _chosen(cohort, _words(content, "choose"), message, int(fields["slots"]))
         memory, chunks = dict(cohort.ledger.memory), len(cohort.ledger.chunks)
         how = {"slots": int(fields["slots"]), "rows": rows, "first": first}
         answer = _run(category, cohort, step, message, **how)
-        if any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
+        if keep and any(kept is not memory.get(i) for i, kept in cohort.ledger.memory.items()):
             self.memory.save(moment, {self.federation.name(i): kept for i, kept in cohort.ledger.memory.items()})
         if len(cohort.ledger.chunks) > chunks:
             self.memory.save_chunks(moment.run, cohort.ledger.chunks)
@@ -127,7 +153,8 @@ def node_of(context: Context, file: Path) -> Node:
     config = context.node_config
     site = str(config.get("site", config.get("partition-id", context.node_id)))
     memory = Path(str(config["memory"])) if "memory" in config else None
-    return Node(site, load_federation(file, context), memory, str(config.get("device", "cpu")))
+    policy = Policy.of(config)
+    return Node(site, load_federation(file, context), memory, str(config.get("device", "cpu")), policy)
 
 
 def _run(category: str, cohort: Cohort, step: Step, message: Any, **how: Any) -> dict[str, Any]:

@@ -19,35 +19,45 @@ from torch import Tensor
 from coterie.core.pytree import take, tree_map
 from coterie.core.step import Reply, Secrecy
 from coterie.flower.memory import Memory
+from coterie.flower.policy import Policy, identity_of
 from coterie.flower.records import get_tree, put_tree
 from coterie.secure.client import Client
 from coterie.secure.engine import Code
-from coterie.secure.messages import EXCHANGES, Payload, Sheet, Terms
+from coterie.secure.masks import Identity
+from coterie.secure.messages import EXCHANGES, Count, Payload, Refused, Sheet, Terms
 
 SECURE = "secure"  # the record that makes a message one of a session
-Work = Callable[[], tuple[Reply, Mapping[str, Secrecy]]]
+Work = Callable[[float], tuple[Reply, Mapping[str, Secrecy]]]
 FORM = ("update", "weight", "slot", "note")
 
 log = logging.getLogger("coterie")
 
 
-def answer(memory: Memory, fields: Mapping[str, Any], content: RecordDict, work: Work) -> RecordDict:
+def answer(memory: Memory, policy: Policy, fields: Mapping[str, Any], content: RecordDict, work: Work) -> RecordDict:
     """Answer one exchange of a session.
 
     Args:
         memory: Where the node keeps things.
+        policy: On what conditions it takes part.
         fields: The fields of the message about the session.
         content: All of the message.
-        work: Runs the step that the message names on the node's clients; needed in one exchange only.
+        work: Runs the step that the message names on those of the node's clients that take part, which each does with
+            the given probability; needed in one exchange only.
 
     Raises:
-        ValueError: It is not this exchange's turn, or the terms protect nobody.
+        ValueError: It is not this exchange's turn, the terms protect too little, or what is asked would open more than
+            it may.
     """
     run, exchange = str(fields["run"]), str(fields["exchange"])
     memory.drop_stale_sessions(time.time(), but=str(fields["session"]))
-    seat = _invited(fields) if exchange == EXCHANGES[0] else _seat(memory, fields)
+    who = Known(identity_of(memory), policy.trusted())
+    seat = _invited(fields, policy, who) if exchange == EXCHANGES[0] else _seat(memory, fields, who)
     reply = RecordDict()
-    put_payload(reply, _answer(seat, content, work, reply))
+    try:
+        put_payload(reply, _answer(seat, content, work, reply))
+    except Refused as error:
+        log.warning(str(error))  # here too: whoever runs the node should know
+        raise
     if exchange != EXCHANGES[-1]:
         following = EXCHANGES[EXCHANGES.index(exchange) + 1]
         memory.save_session(run, seat._replace(exchange=following).to_plain())
@@ -93,6 +103,13 @@ def whole_numbers(x: Any) -> list[int]:
     return x.tolist()
 
 
+class Known(NamedTuple):
+    """Who a node is to the others, and whom it knows; None where it takes whomever the server names."""
+
+    identity: Identity
+    trusted: frozenset[bytes] | None
+
+
 class Seat(NamedTuple):
     """Where a node stands in a session.
 
@@ -103,7 +120,8 @@ class Seat(NamedTuple):
         step: What its clients are to do, for messages.
         slots: How many sums there are.
         clip: The largest number that a client may send.
-        clients: How many of them take part, on all nodes together.
+        clients: How many of them are asked, on all nodes together.
+        share: How likely each of them takes part.
         until: When the session is over, by the node's clock in seconds, if the server is not heard of again.
     """
 
@@ -114,6 +132,7 @@ class Seat(NamedTuple):
     slots: int
     clip: float
     clients: int
+    share: float
     until: float
 
     def to_plain(self) -> dict[str, Any]:
@@ -121,12 +140,12 @@ class Seat(NamedTuple):
         return {**self._asdict(), "client": self.client.to_plain()}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Seat:
+    def from_plain(cls, plain: dict[str, Any], who: Known) -> Seat:
         """The seat that `to_plain` described."""
-        return cls(**{**plain, "client": Client.from_plain(plain["client"])})
+        return cls(**{**plain, "client": Client.from_plain(plain["client"], *who)})
 
 
-def _invited(fields: Mapping[str, Any]) -> Seat:
+def _invited(fields: Mapping[str, Any], policy: Policy, who: Known) -> Seat:
     """A new session. Its secrets come from the system, not from the run's key, which the server knows."""
     terms = Terms(*(int(fields[name]) for name in ("invited", "needed", "min_members", "slots")), who="nodes")
     if not terms.invited < 2 * terms.needed <= 2 * terms.invited or terms.min_members < 2 or terms.slots < 1:
@@ -134,19 +153,26 @@ def _invited(fields: Mapping[str, Any]) -> Seat:
             f"secure sum: more than half of the nodes must be needed and a cluster of one may not be opened, "
             f"got needed = {terms.needed} of {terms.invited} and min_members = {terms.min_members}"
         )
+    policy.check_terms(terms)
+    if 3 * terms.needed <= 2 * terms.invited:
+        log.info(
+            f"secure sum: {terms.needed} of {terms.invited} nodes are needed; against a server that lies together with "
+            "other nodes it takes more than two thirds"
+        )
     return Seat(
         session=str(fields["session"]),
         exchange=EXCHANGES[0],
-        client=Client(int(fields["me"]), terms),
+        client=Client(int(fields["me"]), terms, identity=who.identity, trusted=who.trusted),
         step=str(fields["step"]),
         slots=terms.slots,
         clip=float(fields["clip"]),
         clients=int(fields["clients"]),
+        share=float(fields["share"]),
         until=time.time() + len(EXCHANGES) * float(fields["deadline"]),
     )
 
 
-def _seat(memory: Memory, fields: Mapping[str, Any]) -> Seat:
+def _seat(memory: Memory, fields: Mapping[str, Any], who: Known) -> Seat:
     """Where the node stands in a session; it has to be kept anew, for what goes wrong from here on ends it."""
     plain = memory.load_session(str(fields["run"]))
     if plain is None or plain["session"] != fields["session"]:
@@ -154,7 +180,7 @@ def _seat(memory: Memory, fields: Mapping[str, Any]) -> Seat:
     if plain["exchange"] != fields["exchange"]:
         raise ValueError(f"secure sum: the next exchange is '{plain['exchange']}', not '{fields['exchange']}'")
     memory.drop_session(str(fields["run"]))
-    return Seat.from_plain(plain)
+    return Seat.from_plain(plain, who)
 
 
 def _answer(seat: Seat, content: RecordDict, work: Work, reply: RecordDict) -> Payload:
@@ -164,16 +190,20 @@ def _answer(seat: Seat, content: RecordDict, work: Work, reply: RecordDict) -> P
     if seat.exchange == "shares":
         return client.shares(get_payload(content))
     if seat.exchange == "sheets":
-        sealed, (found, secrecy) = get_payload(content), work()
+        sealed, (found, secrecy) = get_payload(content), work(seat.share)
         # The reply of nobody: how replies are formed, from which the server knows how to read the sums.
         put_tree(reply, "form", {name: tree_map(lambda x: x[:0], getattr(found, name)) for name in FORM})
         return client.sheet(sealed, _sheet(seat, found, secrecy))
-    numbers = whole_numbers(get_tree(content, "numbers", {}))
-    return client.counts(numbers) if seat.exchange == "counts" else client.sums(numbers)
+    if seat.exchange == "lists":
+        return client.sign(whole_numbers(get_tree(content, "numbers", {})))
+    told = get_payload(content)
+    if seat.exchange == "counts":
+        return client.counts(told)
+    return client.sums([Count.from_bytes(told[j]) for j in sorted(told)])
 
 
 def _sheet(seat: Seat, found: Reply, secrecy: Mapping[str, Secrecy]) -> Sheet:
-    """The sum of the sheets of the node's clients."""
+    """The sum of the sheets of those of the node's clients that take part."""
     code = Code.of(seat.clip, seat.clients, found, seat.slots, seat.step, secrecy)
     try:
         sheets = [code.sheet(take(found, row), f"client {row}") for row in range(len(found.slot))]
@@ -182,4 +212,5 @@ def _sheet(seat: Seat, found: Reply, secrecy: Mapping[str, Secrecy]) -> Sheet:
         raise ValueError(
             f"secure sum: what a client sends is not finite or above clip = {seat.clip:g}; its node's log says more"
         ) from None
-    return Sheet(sum((s.head for s in sheets[1:]), sheets[0].head), sum((s.body for s in sheets[1:]), sheets[0].body))
+    nothing = code.nothing()
+    return Sheet(sum((s.head for s in sheets), nothing.head), sum((s.body for s in sheets), nothing.body))

@@ -1,6 +1,6 @@
 """The secure sum on the nodes of a Flower federation, each of which is one party and speaks for all of its clients.
 
-A session is five messages per node. A node that fails on the way is not asked again until the next session, and the
+A session is six messages per node. A node that fails on the way is not asked again until the next session, and the
 sums are those of the others: nothing is done again.
 """
 
@@ -27,8 +27,9 @@ from coterie.flower.records import get_tree, put_tree
 from coterie.flower.secure import SECURE, get_payload, put_payload
 from coterie.flower.steps import describe_step, types_of
 from coterie.secure import SecureSum
+from coterie.secure.client import KEYS
 from coterie.secure.engine import MOST, Code, Secure, Witness
-from coterie.secure.masks import SECRET, TAG, usable
+from coterie.secure.masks import SECRET, SIGNATURE, TAG, usable
 from coterie.secure.messages import NUMBER, Opened, Payload, Terms, TooFewLeft
 from coterie.secure.server import Server
 from coterie.secure.shamir import SHARE
@@ -108,7 +109,7 @@ class Session:
         self._receive("keys", found, _are_keys)
         keys = server.keys()
         found = self._ask("shares", {s: _payload(keys) for s in keys})
-        size = (2 + self.terms.slots) * SHARE + TAG
+        size = (2 + self.terms.slots) * SHARE + SECRET + TAG
         self._receive("shares", found, lambda s, p: _is_about(p, keys.keys() - {s}, size))
 
     def collect(self) -> Code:
@@ -118,28 +119,27 @@ class Session:
             put_payload(content := self._request(self.at[s]), self.server.shares(s))
             contents[s] = content
         code, found = self._code(self._ask("sheets", contents))
-        size = NUMBER * (code.head + self.terms.slots * code.width)
+        size = NUMBER * (code.head + self.terms.slots * (1 + code.width))
         self._receive("sheets", found, lambda s, p: _is_about(p, {s}, size))
         return code
 
     def open(self, code: Code) -> Opened:
-        """Exchanges 3 and 4: the counts, then the sums of slots that enough clients have chosen.
-
-        A node need not hold a share of everybody's secrets, only of its own: it does without those that it could not
-        open.
-        """
+        """Exchanges 3 to 5: all agree on whose sheets are there; counts; then sums of slots that enough have chosen."""
         server = self.server
         arrived, everybody = server.arrived(), set(server.transcript.of("shares"))
-        found = self._ask("counts", {s: _numbers(arrived) for s in arrived})
-        self._receive("counts", found, lambda s, p: s in p and _is_about(p, everybody & p.keys(), SHARE))
+        found = self._ask("lists", {s: _numbers(arrived) for s in arrived})
+        self._receive("lists", found, lambda s, p: _is_about(p, {s}, SIGNATURE))
+        signed = server.signed()
+        found = self._ask("counts", {s: _payload(signed) for s in signed})
+        self._receive("counts", found, lambda s, p: _is_about(p, everybody, SHARE))
         with self._breaking_off():
-            sheet, count = server.counts(code.head)
-        held = server.transcript.of("counts")
-        found = self._ask("sums", {s: _numbers(count) for s in held})
-        size = SHARE * sum(n >= self.terms.min_members for n in count)
-        self._receive("sums", found, lambda s, p: _is_about(p, held[s].keys() & set(arrived), size))
+            sheet, counts = server.counts(code.head)
+        told = {j: count.to_bytes() for j, count in enumerate(counts)}
+        found = self._ask("sums", {s: _payload(told) for s in server.transcript.of("counts")})
+        size = SHARE * sum(count.members >= self.terms.min_members for count in counts)
+        self._receive("sums", found, lambda s, p: _is_about(p, set(arrived), size))
         with self._breaking_off():
-            opened = server.sums(sheet, count)
+            opened = server.sums(sheet, counts)
             code.require_room(opened)
         return opened
 
@@ -158,8 +158,9 @@ class Session:
             "step": step_name(self.exchange.step),
             "clip": self.clip,
             "clients": len(self.exchange.clients),
+            "share": float(self.exchange.share),
+            "deadline": float(self.nodes.deadline),
         }
-        about["deadline"] = float(self.nodes.deadline)
         terms = {n: getattr(self.terms, n) for n in ("invited", "needed", "min_members", "slots")}
         return RecordDict({SECURE: ConfigRecord({**about, **terms})})
 
@@ -239,8 +240,8 @@ def _is_about(payload: Payload, about: Set[int], size: int) -> bool:
 
 
 def _are_keys(site: int, payload: Payload) -> bool:
-    """Whether a site has sent its two public keys. One that nobody can use would make every other node fail."""
-    return _is_about(payload, {site}, 2 * SECRET) and all(usable(payload[site][at:][:SECRET]) for at in (0, SECRET))
+    """Whether a site has sent its public keys. One that nobody can use would make every other node refuse."""
+    return _is_about(payload, {site}, KEYS) and all(usable(payload[site][at:][:SECRET]) for at in (0, SECRET))
 
 
 def _payload(payload: Mapping[int, bytes]) -> RecordDict:
