@@ -4,9 +4,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 TOOLS := .venv/.tools
 PROGRAMS := .venv/.programs
+SUPPLY := .venv/.supply
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint docs screenshots bench clean
+.PHONY: demo test lint docs screenshots bench pythons audit licences sbom clean
 
 demo: $(READY)
 	$(BIN)/coterie demo
@@ -33,8 +34,29 @@ bench: $(TOOLS)
 	$(BIN)/coterie bench scale
 	$(BIN)/coterie bench flower
 
+# Installs the library for every Python that it supports and is here, and does the main job with each.
+PYTHONS ?= python3.11 python3.12 python3.13
+pythons:
+	@for python in $(PYTHONS); do \
+		command -v $$python >/dev/null || { echo "$$python: not here, skipped"; continue; }; \
+		folder=.venvs/$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+		{ $$python -m venv $$folder && $$folder/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt . \
+			&& $$folder/bin/coterie demo --out $$folder/demo; } || exit 1; \
+		echo "$$python: installed, demo done"; \
+	done
+
+# What is installed: known faults (asks the registry's advisories), licences, and a bill of materials (CycloneDX).
+audit: $(SUPPLY)
+	$(BIN)/pip-audit --skip-editable
+
+licences: $(SUPPLY)
+	$(BIN)/pip-licenses --format=markdown --order=license --with-urls --output-file=licences.md
+
+sbom: $(SUPPLY)
+	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-file sbom.json
+
 clean:
-	rm -rf .venv site demo runs .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venvs licences.md sbom.json site demo runs .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -45,6 +67,10 @@ $(READY): pyproject.toml constraints.txt
 # What tests, docs and benchmarks need besides the library.
 $(TOOLS): $(READY)
 	$(PIP) --editable ".[dev]"
+	touch $@
+
+$(SUPPLY): $(READY)
+	$(PIP) pip-audit pip-licenses cyclonedx-bom
 	touch $@
 
 # For the tests of the proxy, of the CUDA kernels and of pages in a browser alone, which are skipped without: nothing here may fail.

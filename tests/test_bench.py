@@ -87,3 +87,12 @@ def test_scale_is_told_as_a_list_and_drawn(tmp_path, monkeypatch):
     assert all(r["ari"] > 0.99 and r["seconds"] > 0 and (r["peak_mib"] or 0) < 2048 for r in rows)
     assert json.loads((tmp_path / "scale.json").read_text()) == rows
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_of_a_secure_session(tmp_path):
+    done = CliRunner().invoke(app, ["bench", "secure", "--quick", "--json", "--out", str(tmp_path)])
+    rows = json.loads(done.stdout)
+    assert json.loads((tmp_path / "secure.json").read_text()) == rows
+    for row in rows:  # four rows of numbers and weights, their masks' shares and signatures on top
+        assert 1 < row["up_kb"] / (4 * 8 * (row["numbers"] + 1) / 1000) < 1.4
+    assert "clients" in CliRunner().invoke(app, ["bench", "secure", "--quick"]).stdout

@@ -78,6 +78,19 @@ def scale(
     display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
 
 
+@bench.command()
+def secure(
+    quick: Annotated[bool, typer.Option("--quick", help="Up to 20 clients.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for secure.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure seconds and bytes of one session of the secure sum, against what clients send in the open."""
+    rows = lab("bench.secure").measure(quick=quick)
+    if out:
+        write_json(out / "secure.json", rows)
+    display.emit(rows, as_json, lambda: display.sessions(rows))
+
+
 @bench.command(name="flower")
 def bench_flower(
     quick: Annotated[bool, typer.Option("--quick", help="One node only.")] = False,

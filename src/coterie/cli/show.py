@@ -294,6 +294,19 @@ def scales(rows: list[dict[str, Any]], slope: float) -> None:
     console.print(f"from 1,000 clients on, seconds grow with the number of clients to the power {slope:.2f}")
 
 
+def sessions(rows: list[dict[str, Any]]) -> None:
+    """Print the time and bytes of sessions of the secure sum, one row per size.
+
+    Args:
+        rows: The measurements.
+    """
+    table = _table(">clients", ">numbers per slot", ">seconds", ">kB up", ">kB down", ">kB in the open")
+    for r in rows:
+        sent = (f"{r[kind]:.0f}" for kind in ("up_kb", "down_kb", "open_kb"))
+        table.add_row(f"{r['clients']}", f"{r['numbers']:,}", f"{r['seconds']:.2f}", *sent)
+    console.print(table)
+
+
 def federations(rows: list[dict[str, Any]]) -> None:
     """Print the time and bytes of a round of a real federation, one row per number of nodes.
 
