@@ -152,6 +152,24 @@ def test_a_model_is_downloaded(page, address, tmp_path):
     assert "<svg" in Path(waiting.value.path()).read_text(encoding="utf-8")
 
 
+def test_paper_is_white_whatever_the_screen_is(page, address):
+    page.emulate_media(media="print", color_scheme="dark")
+    page.goto(f"{address}runs/first")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator("#live button").first.is_hidden()
+
+
+def test_a_saved_chart_has_its_legend(page, address):
+    page.goto(f"{address}runs/first")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Save Score over the rounds as SVG").click()
+    saved = Path(waiting.value.path()).read_text(encoding="utf-8")
+    assert saved.startswith("<svg") and "mean over clients</text>" in saved and "var(--" not in saved
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Save Score over the rounds as PNG").click()
+    assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
 def test_hostile_names_stay_text(page, address):
     page.goto(address)
     page.get_by_role("link", name=HOSTILE).click()

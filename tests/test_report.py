@@ -2,7 +2,9 @@ import base64
 import io
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import matplotlib.image
 import matplotlib.pyplot
@@ -14,7 +16,11 @@ from typer.testing import CliRunner
 import coterie as ct
 from coterie.cli.main import app
 from coterie.report import body, page, write
+from coterie.report.clients import contingency
 from coterie.report.figures import of_run
+from coterie.report.page import _plain_runs, facts
+from coterie.report.rounds import _when_settled
+from coterie.report.svg import legend
 from coterie.report.trees import pixels
 from coterie.runs.folder import read_history
 from coterie.runs.timeline import settled, timeline
@@ -81,7 +87,7 @@ def test_a_run_has_the_figures_that_its_folder_has_values_for(runs):
     found = names(views["ifca"], views["fedavg"], views["alone"])
     for name in ("score", "loss", "membership", "churn", "sizes", "groups", "certainty", "cost", "clients"):
         assert name in found
-    assert {"gain-for-all", "gain-alone"} <= set(found)
+    assert found.count("gain-for-all") == found.count("gain-alone") == 1
     assert {"tree", "similarity"} <= set(names(views["cfl"])) and "tree" not in found
     assert {"coefficients", "effects"} <= set(names(views["effects"]))
 
@@ -101,6 +107,100 @@ def test_the_picture_of_similarities_has_their_colours():
     data = base64.b64decode(pixels(np.array([[1.0, -1.0, 0.0]])).partition(",")[2])
     shown = matplotlib.image.imread(io.BytesIO(data), format="png")
     assert (shown[0, :, :3] * 255).round().astype(int).tolist() == [[209, 73, 91], [27, 108, 168], [255, 255, 255]]
+
+
+def test_the_tree_says_why_a_node_was_split(runs):
+    view = View.of(runs / "cfl")
+    root = view.tree[0]
+    gap = ((1 - root["cross"]) / 2) ** 0.5
+    drawing = next(f.drawing for f in of_run(view) if f.name == "tree")
+    chosen = re.search(r'<p id="node-0" data-node="0" class="chosen">(.*?)</p>', drawing)[1]
+    assert f"α_cross, was {root['cross']:.3f}" in chosen and f"{gap:.3f}" in chosen
+    mean, longest = root["norms"]
+    assert 0 < mean < longest and f"length {mean:.3g}, the longest of a client {longest:.3g}" in chosen
+    assert view.tree[1]["norms"] is None or view.tree[1]["children"]
+
+
+def test_losses_are_told_of_each_cluster(runs):
+    row = View.of(runs / "ifca").history[-1]
+    weighted = sum(n * (loss or 0) for n, loss in zip(row["members"], row["loss_per_cluster"], strict=True))
+    assert weighted / 24 == pytest.approx(row["loss"], rel=1e-5)
+
+
+def test_a_chart_that_is_saved_has_its_legend(runs):
+    drawing = next(f.drawing for f in of_run(View.of(runs / "ifca")) if f.name == "score")
+    words = [text.text for text in ET.fromstring(drawing).iter() if text.get("class") == "key"]
+    assert words == ["mean over clients", *(f"cluster {j}" for j in range(4))]
+
+
+def test_the_legend_of_many_names_is_cut():
+    keys, high = legend([("red", "x" * 100)] * 15, 280)
+    words = [ET.fromstring(key).text for key in keys if "<text" in key]
+    assert len(words) == 13 and words[-1] == "and 3 more" and len(words[0]) < 60 and high > 13 * 20
+
+
+def test_points_are_called_points(tmp_path):
+    task, data = ct.Task.density(ct.models.AffineFlow(32)), ct.data.subspace_clusters(k=2, p=0.5, seed=0)
+    ct.fit(ct.UIFCA(k=2, restarts=1), task, data, rounds=2, out=tmp_path / "run")
+    view = View.of(tmp_path / "run")
+    figures = {figure.name: figure.drawing for figure in of_run(view)}
+    assert ">points<" in figures["sizes"] and sum(view.sizes.values()) == len(data.train.x)
+    assert contingency(view).counts.sum(0).tolist() == list(view.sizes.values())
+    assert "points" in body([view]) and "points that moved" in figures.get("churn", "points that moved")
+
+
+def test_coefficients_of_mixed_regression_have_the_errors_of_least_squares(tmp_path):
+    data = ct.data.mixed_regression(k=2, d=3, pairs=30, rest=30, anchors=4, seed=0)
+    task = ct.Task.regressor(ct.models.Linear(3, 1))
+    run = ct.fit(ct.MixedRegression(k=2), task, data, rounds=30, out=tmp_path / "run")
+    rows = View.of(tmp_path / "run").result["coefficients"]
+    for j in range(2):
+        own = [data.train.client(int(i)) for i in np.flatnonzero(run.labels == j)]
+        x, y = (torch.cat(part).double() for part in zip(*own, strict=True))
+        phi = torch.cat([x, torch.ones(len(x), 1)], 1)
+        off = y.flatten() - phi @ torch.linalg.lstsq(phi, y.reshape(-1, 1)).solution[:, 0]
+        errors = (off @ off / (len(x) - 4) * torch.linalg.inv(phi.T @ phi).diagonal()).sqrt()
+        assert [row["error"] for row in rows if row["cluster"] == j] == pytest.approx(errors.tolist(), rel=1e-3)
+    assert "coefficients" in names(View.of(tmp_path / "run"))
+
+
+def test_where_a_run_comes_from(runs):
+    view = View.of(runs / "ifca")
+    told = dict(facts(view))
+    assert view.begun["coterie"] and told["begun"] == view.begun["time"]
+    assert told.get("commit", "") == (view.begun["commit"] or "")[:12]
+
+
+def test_nodes_that_were_lost_late_or_refused_are_told(runs, tmp_path):
+    folder = shutil.copytree(runs / "fedavg", tmp_path / "run")
+    result = json.loads((folder / "final" / "result.json").read_text()) | {"left_out": {"site2": 3}}
+    (folder / "final" / "result.json").write_text(json.dumps(result))
+    late = "flower: site 'site2' is left out, for the 1. time: it did not answer within 30 s"
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "log", "message": late}) + "\n")
+    figure = next(f for f in of_run(View.of(folder)) if f.name == "nodes")
+    assert "site2" in figure.drawing and "did not answer within 30 s" in figure.drawing
+    assert "did not answer" in body([View.of(folder)])
+
+
+def test_runs_that_differ_in_a_setting_are_told_apart(runs, tmp_path):
+    task, federation = ct.Task.classifier(ct.models.MLP(64, 16, 10)), ct.data.rotated_digits(clients=24, seed=0)
+    for k in (2, 3):
+        ct.fit(ct.IFCA(k, init="random"), task, federation, rounds=2, out=tmp_path / f"k{k}")
+    html = body([View.of(tmp_path / f"k{k}") for k in (2, 3)])
+    assert '<td class="settings">k=2</td>' in html and "2 runs on rotated_digits. Best on average" in html
+
+
+def test_a_run_is_held_against_that_with_its_seed(runs, tmp_path):
+    views = [View.of(runs / "ifca"), View.of(runs / "fedavg")]
+    other = replace(views[1], config=views[1].config | {"run": {"rounds": 6, "seed": 8}}, path=tmp_path)
+    assert _plain_runs(views[0], [views[0], other, views[1]]) == [views[1]]
+    assert _plain_runs(views[0], [views[0], other]) == [other]
+
+
+def test_clients_that_move_in_the_last_round_are_not_called_settled():
+    assert _when_settled(np.array([[-1, -1], [0, 1], [1, 1]])).startswith("1 client moves in the last round, 2;")
+    assert _when_settled(np.array([[-1, -1], [0, 1], [1, 1], [1, 1]])).startswith("Nobody moves after round 2;")
 
 
 def test_what_a_notebook_shows(runs):
@@ -185,6 +285,13 @@ def test_every_figure_from_python(runs, name):
 
 def test_figures_of_some_methods_from_python(runs):
     assert ct.plot.tree(runs / "cfl").get_ylabel() == "round"
+    assert len(ct.plot.similarity(runs / "cfl").get_images()[0].get_array()) == 24
+    assert len(ct.plot.runs([runs / "ifca", runs / "alone"]).get_legend().get_texts()) == 2
+    with pytest.raises(ValueError, match="of one metric, got"):
+        ct.plot.runs([runs])
+    with pytest.raises(ValueError, match="has no similarities"):
+        ct.plot.similarity(runs / "ifca")
+    assert ct.plot.cost(runs / "ifca", against="seconds").get_xlabel() == "seconds"
     assert len(ct.plot.coefficients(runs / "effects").get_yticklabels()) == 4
     axes = ct.plot.gains(runs / "ifca", than=runs / "fedavg")
     assert len(axes.collections[0].get_offsets()) == 24

@@ -77,6 +77,7 @@ def test_what_a_run_gives(run, digits):
         "round",
         "loss",
         "accuracy",
+        "loss_per_cluster",
         "per_cluster",
         "changed",
         "moved",

@@ -104,6 +104,30 @@ def test_the_list_filters_sorts_and_pages(root):
     assert "No run has all" in page.get("/?q=nothing-like-it").text
 
 
+def test_a_list_does_not_wait_for_all_runs_to_be_read(root):
+    index = Index(root)
+    first = index.rows(patience=-1)
+    assert {row.status(time.time()) for row in first} == {"unread"} and len(first) == len(index.rows(patience=-1))
+    assert "unread" not in {row.status(time.time()) for row in index.rows()}
+    assert not any(row.unread for row in index.rows(patience=-1))  # what is known stays known
+    assert [row.changed for row in first] == sorted((row.changed for row in first), reverse=True)
+
+
+def test_runs_that_are_not_read_yet_are_read_meanwhile(root, monkeypatch):
+    asked, whole = [], Index.rows
+
+    def slowly(index, patience):
+        asked.append(patience)
+        return whole(index, -1 if len(asked) == 1 else patience)
+
+    monkeypatch.setattr(Index, "rows", slowly)
+    monkeypatch.setattr("coterie.serve.app.FRESH", 0.0)
+    with client(root) as asking:
+        assert 'class="badge unread"' in asking.get("/").text
+        assert 'class="badge finished"' in asking.get("/").text
+    assert len(asked) >= 3  # both lists, and meanwhile
+
+
 def test_an_empty_folder_is_a_page(tmp_path):
     assert "no run folders here yet" in client(tmp_path).get("/").text
 

@@ -8,14 +8,19 @@ Each returns matplotlib's axes. A figure that a run has no values for says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from coterie.report import flow
-from coterie.report.figures import errors_of, named, numbers
+from coterie.report import flow, trees
+from coterie.report.clients import contingency, errors_of, numbers
+from coterie.report.details import named, reach
+from coterie.report.rounds import costs
 from coterie.runs import plots
+from coterie.runs.compare import find_runs, group_runs
+from coterie.runs.folder import finished
 from coterie.runs.run import Run
 from coterie.runs.summary import summary
 from coterie.runs.timeline import timeline
@@ -37,15 +42,15 @@ def score(run: Source, ax: Any = None) -> Any:
 
 
 def loss(run: Source, ax: Any = None) -> Any:
-    """The training loss over the rounds.
+    """The training loss over the rounds, with a thin line for each cluster.
 
     Args:
         run: A run, or its folder.
         ax: The axes to draw on; None makes a figure.
     """
     view, ax = _seen(run), _axes(ax)
-    rows = _some([row for row in view.history if row["loss"] is not None], "a loss", view)
-    ax.plot([row["round"] for row in rows], [row["loss"] for row in rows], color=plots.COLOURS[0], lw=2)
+    _some([row for row in view.history if row["loss"] is not None], "loss", view)
+    plots.score(ax, view.history, "loss", view.sizes, "loss_per_cluster")
     return _named(ax, "round", "training loss")
 
 
@@ -103,7 +108,7 @@ def churn(run: Source, ax: Any = None) -> Any:
     """
     view, ax = _seen(run), _axes(ax)
     ax.bar([row["round"] for row in view.history], [row["changed"] for row in view.history], color=plots.COLOURS[0])
-    return _named(ax, "round", "clients that moved")
+    return _named(ax, "round", f"{view.members} that moved")
 
 
 def sizes(run: Source, ax: Any = None) -> Any:
@@ -116,7 +121,7 @@ def sizes(run: Source, ax: Any = None) -> Any:
     view, ax = _seen(run), _axes(ax)
     counted = _some(view.sizes, "clusters with members", view)
     ax.bar([str(j) for j in counted], list(counted.values()), color=[_colour(j) for j in counted])
-    return _named(ax, "cluster", "members")
+    return _named(ax, "cluster", view.members)
 
 
 def groups(run: Source, ax: Any = None) -> Any:
@@ -127,15 +132,13 @@ def groups(run: Source, ax: Any = None) -> Any:
         ax: The axes to draw on; None makes a figure.
     """
     view, ax = _seen(run), _axes(ax)
-    if view.groups is None or view.labels is None:
+    if (found := contingency(view)) is None:
         raise ValueError(f"{view.name}: the true groups of its clients, or their clusters, are not known")
-    true, found = np.unique(view.groups), sorted(view.sizes)
-    count = np.array([[((view.groups == g) & (view.labels == j)).sum() for j in found] for g in true])
-    ax.imshow(count, cmap="Blues", aspect="auto")
-    for (y, x), n in np.ndenumerate(count):
-        ax.text(x, y, str(n), ha="center", va="center", color="white" if n > count.max() / 2 else plots.INK)
-    ax.set_xticks(range(len(found)), [str(j) for j in found])
-    ax.set_yticks(range(len(true)), [str(g) for g in true])
+    ax.imshow(found.counts, cmap="Blues", aspect="auto")
+    for (y, x), n in np.ndenumerate(found.counts):
+        ax.text(x, y, str(n), ha="center", va="center", color="white" if n > found.counts.max() / 2 else plots.INK)
+    ax.set_xticks(range(len(found.clusters)), [str(j) for j in found.clusters])
+    ax.set_yticks(range(len(found.groups)), [str(g) for g in found.groups])
     ax.set_xlabel("cluster")
     ax.set_ylabel("true group")
     return ax
@@ -179,18 +182,19 @@ def gains(run: Source, than: Source, ax: Any = None) -> Any:
     return _named(ax, "clients, from the one that loses most", "gain")
 
 
-def cost(run: Source, ax: Any = None) -> Any:
-    """The score against what was sent.
+def cost(run: Source, ax: Any = None, *, against: Literal["bytes", "seconds"] = "bytes") -> Any:
+    """The score against what was sent, or against time.
 
     Args:
         run: A run, or its folder.
         ax: The axes to draw on; None makes a figure.
+        against: "bytes" or "seconds".
     """
     view, ax = _seen(run), _axes(ax)
-    sent = np.cumsum([row["bytes_down"] + row["bytes_up"] for row in view.history]) / 1e6
-    rows = _some([row for row in view.history if row.get(view.metric) is not None], "a score", view)
-    ax.plot(sent[[row["round"] - 1 for row in rows]], [row[view.metric] for row in rows], color=plots.COLOURS[0], lw=2)
-    return _named(ax, "MB sent in all, down and up", view.metric)
+    rows = _some([row for row in view.history if row.get(view.metric) is not None], "score", view)
+    spent, label = costs(view)[against]
+    ax.plot(spent[[row["round"] - 1 for row in rows]], [row[view.metric] for row in rows], color=plots.COLOURS[0], lw=2)
+    return _named(ax, label, view.metric)
 
 
 def clients(run: Source, ax: Any = None) -> Any:
@@ -225,8 +229,7 @@ def coefficients(run: Source, ax: Any = None) -> Any:
     each = 1 + max(row["cluster"] for row in rows)
     for row in rows:
         y = names.index(row["name"]) + (row["cluster"] - (each - 1) / 2) * 0.6 / each
-        reach = 1.96 * (row["error"] or 0)
-        ax.errorbar(row["mean"], y, xerr=reach, fmt="o", ms=4, color=_colour(row["cluster"]), capsize=2)
+        ax.errorbar(row["mean"], y, xerr=reach(row), fmt="o", ms=4, color=_colour(row["cluster"]), capsize=2)
     ax.axvline(0, color=plots.INK, lw=1)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
@@ -244,6 +247,42 @@ def tree(run: Source, ax: Any = None) -> Any:
     if not view.tree:
         raise ValueError(f"{view.name}: this method makes no tree")
     plots.tree(ax, view.tree, len(view.history))
+    return ax
+
+
+def similarity(run: Source, ax: Any = None) -> Any:
+    """How alike clients' updates were at the first split of a tree, in the order of the clusters.
+
+    Args:
+        run: A run, or its folder.
+        ax: The axes to draw on; None makes a figure.
+    """
+    view, ax = _seen(run), _axes(ax)
+    found = trees.similar(view.tree, view.labels) if view.tree and view.labels is not None else None
+    if found is None:
+        raise ValueError(f"{view.name}: it has no similarities, which a tree has that split up to 100 clients")
+    image = ax.imshow(found.alpha, cmap="RdBu_r", vmin=-1, vmax=1)
+    for edge in found.edges:
+        ax.axhline(edge - 0.5, color=plots.INK, lw=1)
+        ax.axvline(edge - 0.5, color=plots.INK, lw=1)
+    ax.figure.colorbar(image, ax=ax, label="similarity of updates")
+    ax.set_xlabel("clients, by cluster")
+    ax.set_ylabel("clients, by cluster")
+    return ax
+
+
+def runs(folders: Sequence[Path | str], ax: Any = None) -> Any:
+    """The scores of several finished runs over the rounds; those that differ only in their seed are one band.
+
+    Args:
+        folders: Run folders, and folders that contain some.
+        ax: The axes to draw on; None makes a figure.
+    """
+    found, ax = group_runs([path for path in find_runs(map(Path, folders)) if finished(path)]), _axes(ax)
+    if len(metrics := {group.metric for group in found}) != 1:
+        raise ValueError(f"runs: one picture needs finished runs of one metric, got {sorted(metrics) or 'none'}")
+    plots.bands(ax, found, metrics.pop())
+    ax.legend(frameon=False, fontsize=8)
     return ax
 
 

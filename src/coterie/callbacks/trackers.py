@@ -272,8 +272,8 @@ def _numbers(row: dict[str, Any], metric: str) -> dict[str, float]:
         ['loss', 'accuracy', 'accuracy/cluster-0', 'members/cluster-0', 'members/cluster-1']
     """
     numbers = {name: value for name, value in row.items() if name != "round"}
-    for name, listed in ((metric, row.get("per_cluster")), ("members", row.get("members"))):
-        numbers |= {f"{name}/cluster-{j}": value for j, value in enumerate(listed or [])}
+    for name, key in ((metric, "per_cluster"), ("loss", "loss_per_cluster"), ("members", "members")):
+        numbers |= {f"{name}/cluster-{j}": value for j, value in enumerate(row.get(key) or [])}
     return _finite(numbers)
 
 

@@ -19,6 +19,7 @@ class Branch(NamedTuple):
     round: int  # in which it was made, 0 for the root
     cross: float | None  # the largest similarity across its split
     similar: list[list[float]] | None  # of all its clients, those of the first child before those of the second
+    norms: tuple[float, float] | None  # at its split: of the mean of its clients' updates, and of the longest of them
     model: Params
 
 

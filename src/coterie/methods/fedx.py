@@ -13,6 +13,7 @@ converge to: least squares in every cluster, from sums over its clients' rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -24,7 +25,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.features import is_linear, require_linear
 from coterie.core.key import Key
 from coterie.core.local import nearest
-from coterie.core.method import Groups, Report
+from coterie.core.method import Coefficient, Groups, Report
 from coterie.core.pytree import Params, flat, take, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
@@ -33,7 +34,8 @@ from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.core.train import SECRECY, Descend, Given, Models, Train
 from coterie.parts.choosing import Choosing
-from coterie.parts.least_squares import Kept, LeastSquares, Solver, moved
+from coterie.parts.effects import names_of
+from coterie.parts.least_squares import Kept, LeastSquares, Solver, moved, standard_errors
 from coterie.parts.residuals import features
 from coterie.parts.soft_labels import Soft, softly
 from coterie.parts.starts import FarthestFirst, Start, find_start
@@ -58,6 +60,7 @@ class State(NamedTuple):
     round: int
     kept: Kept  # φᵀφ and φᵀy of samples of the clients so far, older ones less (k, d, d + 1)
     moved: float  # how far the last round moved a model, as a part of how far models are apart; infinite at first
+    errors: Tensor | tuple[()] = ()  # standard errors of θ_j by least squares (k, d), where all clients took part
 
 
 @register("fedx")
@@ -139,6 +142,7 @@ class FedX(LeastSquares, Choosing):
             round=state.round + 1,
             kept=kept,
             moved=moved(state.theta, theta),
+            errors=self._errors(state, sums, chosen),
         )
         return after, Report(chosen.clients, sums.note["loss"])
 
@@ -197,6 +201,18 @@ class FedX(LeastSquares, Choosing):
         """The clusters that clients last chose."""
         return state.labels
 
+    def coefficients(self, state: State) -> list[Coefficient]:
+        """Every parameter of models that least squares find, with standard errors where these are known."""
+        if state.refine != "least_squares":
+            return []
+        names, theta = names_of(take(state.theta, 0)), flat(state.theta)
+        errors = state.errors if isinstance(state.errors, Tensor) else None
+        return [
+            Coefficient(name, j, float(theta[j, i]), None if errors is None else _finite(float(errors[j, i])))
+            for j in range(len(theta))
+            for i, name in enumerate(names)
+        ]
+
     def members(self, state: State) -> Tensor:
         """How many clients each cluster has; where labels are soft and hidden, everybody is in all."""
         return state.members
@@ -220,6 +236,7 @@ class FedX(LeastSquares, Choosing):
             members=torch.bincount(known, minlength=k),
             kept=state.kept if k == self.k else (),
             moved=torch.inf,
+            errors=(),
         )
 
     def grows(self) -> bool:
@@ -259,6 +276,13 @@ class FedX(LeastSquares, Choosing):
             return self.approach(state.theta, sums, share, chosen), ()
         return self._improve(state.theta, sums, float(chosen.sizes.sum())), ()
 
+    def _errors(self, state: State, sums: Sums, chosen: Cohort) -> Tensor | tuple[()]:
+        """Standard errors of least squares, as if clusters were known: from the sums that models are solved from."""
+        label = sums.note["label"].cpu()
+        if state.refine != "least_squares" or self.soft or self.fraction < 1 or bool((label < 0).any()):
+            return ()
+        return standard_errors(sums, label, chosen.sizes, self.k)
+
     def _improve(self, theta: Params, sums: Sums, everybody: float) -> Params:
         """Line 7: Σ w_i θ_{i,t}; a model that nobody refined stays as it is."""
 
@@ -285,6 +309,10 @@ class FedX(LeastSquares, Choosing):
             return self.lr
         require_linear(task, cohort.federation.train.x[:2], f"{type(self).__name__}: where no lr is given")
         return GAMMA / 2 / float(cohort.gather(self.curvature, ()).note["curvature"].max())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _less(end: Params, begin: Params) -> Params:

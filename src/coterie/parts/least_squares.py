@@ -163,6 +163,26 @@ def least_squares(gram: Tensor, pull: Tensor) -> Tensor:
     return (vectors @ along[:, :, None])[:, :, 0] / scale
 
 
+def standard_errors(sums: Sums, label: Tensor, sizes: Tensor, k: int) -> Tensor:
+    """Of what least squares find from the sums of a normal step with hard labels (k, d); NaN where rows are too few.
+
+    The noise is that about the models that were sent, which in the end are those that are found.
+
+    Args:
+        sums: Of `normal_step`.
+        label: The cluster of every client that took part (m,).
+        sizes: How many rows each has (m,).
+        k: The clusters.
+    """
+    gram = exact(sums.update)[:, :, :-1].cpu()
+    rows = torch.bincount(label, sizes.double(), minlength=k)
+    squares = torch.bincount(label, sizes * sums.note["loss"].cpu().double(), minlength=k)
+    free = rows - gram.shape[1]
+    noise = torch.where(free > 0, squares / free.clamp(min=1), torch.nan)
+    spread = torch.linalg.pinv(gram, hermitian=True).diagonal(dim1=1, dim2=2).clamp(min=0)
+    return (noise[:, None] * spread).sqrt()
+
+
 def conjugate(times: Callable[[Tensor], Tensor], pull: Tensor, scale: Tensor, steps: int) -> Tensor:
     """The same by so many steps of conjugate gradients, preconditioned by the diagonal of A.
 

@@ -140,6 +140,7 @@ def model_tree(
             round=at.since + 1,
             cross=at.cross if at.children else None,
             similar=_similar([tree[u].updates for u in at.children]),
+            norms=_norms([tree[u].updates for u in at.children]),
             model=tree_map(torch.Tensor.cpu, model),
         )
 
@@ -152,3 +153,16 @@ def _similar(updates: list[Tensor]) -> list[list[float]] | None:
         return None
     unit = normalize(torch.cat(updates).flatten(1).double().cpu())
     return (unit @ unit.T).round(decimals=2).tolist()
+
+
+def _norms(updates: list[Tensor]) -> tuple[float, float] | None:
+    """The lengths at a split, from what the clients of each half sent: of their mean, and the greatest; None at a leaf.
+
+    Example:
+        >>> _norms([torch.tensor([[3.0, 0.0]]), torch.tensor([[-1.0, 0.0]])])
+        (1.0, 3.0)
+    """
+    if not sum(map(len, updates)):
+        return None
+    sent = torch.cat(updates).flatten(1).double()
+    return float(sent.mean(0).norm()), float(sent.norm(dim=1).max())

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from markupsafe import Markup
 
-from coterie.report.svg import WIDTH, chart, colour, element
+from coterie.report.svg import KEYS, WIDTH, chart, colour, element
 
 COLUMNS = 12  # at most: more would leave no room between them
 HEIGHT, TOP, BAR, GAP = 300, 10, 9, 8
@@ -35,7 +35,12 @@ def drawn(labels: np.ndarray) -> Markup:
             y = tops[rounds[-1]][j] + n * scale / 2 + 4
             parts.append(element("text", f"{n:,}", x=place[rounds[-1]] + BAR + 5, y=y, class_="tick"))
     parts.append(element("text", "round", x=WIDTH / 2, y=HEIGHT - 5, text_anchor="middle", class_="axis"))
-    return chart("clients flowing between clusters", *parts, height=HEIGHT)
+    names = [(colour(j), _name(j)) for j in clusters] if len(clusters) <= KEYS else []
+    return chart("clients flowing between clusters", *parts, height=HEIGHT, names=names)
+
+
+def _name(cluster: int) -> str:
+    return "no cluster" if cluster < 0 else f"cluster {cluster}"
 
 
 def columns(labels: np.ndarray) -> list[int]:
@@ -70,7 +75,7 @@ def _column(
     bars = []
     for j in clusters:
         n = int((labels == j).sum())
-        said = element("title", f"round {t}: {n:,} clients in {'no cluster' if j < 0 else f'cluster {j}'}")
+        said = element("title", f"round {t}: {n:,} clients in {_name(j)}")
         if n:
             bars.append(element("rect", said, x=x, y=tops[j], width=BAR, height=max(n * scale, 0.5),
                                 style=f"fill:{colour(j)}", data_round=t, data_cluster=j, data_clients=n))  # fmt: skip
@@ -92,8 +97,7 @@ def _ribbons(
             high, y0, y1 = n * scale, out[a], into[b]
             out[a], into[b] = y0 + high, y1 + high
             path = f"{_curve('M', at, y0, y1)}{_curve('L', at[::-1], y1 + high, y0 + high)}Z"
-            names = ["no cluster" if j < 0 else f"cluster {j}" for j in (a, b)]
-            said = f"{n:,} clients in {names[0]}" + (" stay" if a == b else f" go to {names[1]}") + f" by round {t}"
+            said = f"{n:,} clients in {_name(a)} {'stay' if a == b else f'go to {_name(b)}'} by round {t}"
             style = f"fill:{colour(a)};opacity:{0.28 if a == b else 0.55}"
             found.append(element("path", element("title", said), d=path, style=style))
     return found

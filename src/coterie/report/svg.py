@@ -14,6 +14,9 @@ from coterie.storage.names import printable
 
 WIDTH, HEIGHT = 520, 280  # of a chart, in its own units: text of 13 of them is legible on a phone as on a desk
 POINTS = 400  # of a line at most: more than a chart has room for
+KEYS = 12  # names of a legend at most; the others are counted
+LONGEST = 58  # letters of one of them
+LINE = 21  # from one line of a legend to the next
 
 
 def element(name: str, *content: object, **attributes: object) -> Markup:
@@ -161,6 +164,16 @@ class Frame:
                 (self.at(xs[i], ys[i]) for i in kept if math.isfinite(ys[i]))] if len(kept) < 3 else []  # fmt: skip
         return Markup("").join([element("path", d="".join(path), class_="line", style=style), *dots])
 
+    def level(self, y: float, stroke: str) -> Markup:
+        """A line across the chart.
+
+        Args:
+            y: Its value.
+            stroke: Its colour.
+        """
+        (x1, at), (x2, _) = self.at(self.x[0], y), self.at(self.x[1], y)
+        return element("line", x1=x1, x2=x2, y1=at, y2=at, style=f"stroke:{stroke};stroke-width:1")
+
     def bar(self, x: float, width: float, low: float, high: float, fill: str, title: str) -> Markup:
         """An upright bar from one value to another.
 
@@ -190,29 +203,45 @@ def spread(values: Iterable[float], room: float = 0.06) -> tuple[float, float]:
     return low - more, high + more
 
 
-def chart(title: str, *parts: Markup, height: float = HEIGHT, role: str = "img") -> Markup:
+def chart(
+    title: str,
+    *parts: Markup,
+    height: float = HEIGHT,
+    role: str = "img",
+    names: Sequence[tuple[str, str]] = (),
+) -> Markup:
     """A whole chart, which says to a screen reader what it shows.
 
     Args:
         title: What it shows.
         parts: Its elements.
-        height: In its own units.
+        height: In its own units, without the legend.
         role: "img", or "group" if something in it can be chosen.
+        names: Pairs of a colour and what it stands for: the legend below, which is part of a chart that is saved.
     """
-    own = {"viewBox": f"0 0 {WIDTH} {height:g}", "role": role, "xmlns": "http://www.w3.org/2000/svg"}
-    return element("svg", *parts, **own, aria_label=title)
+    keys, more = legend(names, height)
+    own = {"viewBox": f"0 0 {WIDTH} {height + more:g}", "role": role, "xmlns": "http://www.w3.org/2000/svg"}
+    told = f"{title}: {', '.join(name for _, name in names)}" if names else title
+    return element("svg", *parts, *keys, **own, aria_label=told)
 
 
-def legend(entries: Sequence[tuple[str, str]], most: int = 8) -> Markup:
-    """Names beside their colours, in HTML below a chart.
+def legend(names: Sequence[tuple[str, str]], top: float) -> tuple[list[Markup], float]:
+    """Names beside their colours, in as many lines as they need; and how high these are.
 
     Args:
-        entries: Pairs of a colour and a name.
-        most: How many are listed; the others are counted.
+        names: Pairs of a colour and a name.
+        top: Where the first line begins.
     """
-    shown = [
-        element("li", element("span", "", class_="swatch", style=f"background:{c}"), name) for c, name in entries[:most]
-    ]
-    if len(entries) > most:
-        shown.append(element("li", f"and {len(entries) - most} more"))
-    return element("ul", *shown, class_="legend")
+    shown = [(c, name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…") for c, name in names[:KEYS]]
+    if len(names) > KEYS:
+        shown.append(("none", f"and {len(names) - KEYS} more"))
+    keys, x, line = [], 10.0, 0
+    for fill, name in shown:
+        wide = 34 + 8.2 * len(name)
+        if x > 10 and x + wide > WIDTH:
+            x, line = 10.0, line + 1
+        y = top + 8 + line * LINE
+        keys.append(element("rect", x=x, y=y, width=11, height=11, rx=3, style=f"fill:{fill}"))
+        keys.append(element("text", name, x=x + 17, y=y + 10, class_="key"))
+        x += wide
+    return keys, (line + 1) * LINE + 6 if shown else 0.0

@@ -1,7 +1,7 @@
 """The run folder: all that is ever known of a run. The command line, plots and dashboard read only this.
 
 config.toml                         algorithm, task, data, seed, rounds
-events.jsonl                        one line per round, and what the executor had to say
+events.jsonl                        one line per round and per start, and what the executor had to say
 fingerprint.json                    hashes of the rows and of the model's shapes, which a resumed run must have too
 roster.json                         who the clients are, where they are elsewhere and may come and go
 checkpoints/round-000012.safetensors  the whole state after 12 rounds; the last two are kept
@@ -23,6 +23,7 @@ from typing import Any
 
 from coterie.core.pytree import Params
 from coterie.runs.fingerprint import difference
+from coterie.runs.provenance import provenance
 from coterie.storage import snapshot
 
 ROSTER, RESULT, FINGERPRINT = "roster.json", "final/result.json", "fingerprint.json"
@@ -53,6 +54,7 @@ class Record:
         """Write the configuration: from now on the folder holds a run."""
         snapshot.write_text(self.path / FINGERPRINT, json.dumps(self.fingerprint, indent=1) + "\n")
         snapshot.write_text(self.path / "config.toml", to_toml(self.config))
+        self.event("start", **provenance())
 
     def roster(self, content: Any) -> None:
         """Write who the clients are, in their order."""
@@ -195,7 +197,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The rounds of a run, one dict each."""
-    return [{k: v for k, v in e.items() if k != "event"} for e in read_events(path) if e["event"] == "round"]
+    return rounds_of(read_events(path))
+
+
+def rounds_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rounds among the events of a run."""
+    return [{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "round"]
 
 
 def read_result(path: Path) -> dict[str, Any]:

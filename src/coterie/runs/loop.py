@@ -222,6 +222,7 @@ class Loop:
             "round": t + 1,
             "loss": float(report.loss.mean()) if len(report.loss) else None,
             self.cohort.task.metric: score,
+            "loss_per_cluster": _loss_of_each(report, self.method.labels(state), clusters) if listed else None,
             "per_cluster": each if listed else None,
             "changed": self.method.changed(self.state, state),
             "moved": self._moved(state) if listed and self.tracked else None,
@@ -328,6 +329,22 @@ class Loop:
             self.record.finish(run.models, summary(run))
             self.record.event("end", rounds=self.now.done)
         return run
+
+
+def _loss_of_each(report: Report, labels: Tensor, clusters: int) -> list[float | None] | None:
+    """The mean loss of those of each cluster who took part; None where nobody says who is in which.
+
+    Example:
+        >>> report = Report(torch.tensor([0, 2]), torch.tensor([1.0, 3.0]))
+        >>> _loss_of_each(report, torch.tensor([1, 0, 1]), 2)
+        [None, 2.0]
+    """
+    own = labels.cpu()[report.clients.cpu()]
+    if not len(own) or bool((own < 0).any()):
+        return None
+    count = torch.bincount(own, minlength=clusters)
+    total = torch.bincount(own, report.loss.cpu().double(), minlength=clusters)
+    return [float(loss / n) if n else None for loss, n in zip(total, count, strict=True)]
 
 
 def _placed(labels: list[int]) -> str:

@@ -136,19 +136,22 @@ def run(path: Path, folder: Path) -> None:
     save(fig, path)
 
 
-def score(axes: Any, history: list[dict[str, Any]], metric: str, sizes: dict[int, int]) -> None:
+def score(
+    axes: Any, history: list[dict[str, Any]], metric: str, sizes: dict[int, int], each: str = "per_cluster"
+) -> None:
     """A run's score over its rounds: a thick line for all clients, and a thin one for each cluster, in its colour.
 
     Args:
         axes: Where to draw.
         history: The rounds, one dict each.
-        metric: The name of the score.
+        metric: The name of the score, or another column.
         sizes: The members of every cluster, for the legend.
+        each: The column that has it for each cluster.
     """
     rows = [row for row in history if row.get(metric) is not None]
     rounds = [row["round"] for row in rows]
     marker = "" if len(rows) > 1 else "."  # a line needs two points
-    clusters = _by_cluster(rows)
+    clusters = _by_cluster(rows, each)
     if len(clusters) > 1 and distinct(len(clusters)):
         labels = [f"cluster {j} ({sizes.get(j, 0):,})" for j in range(min(len(clusters), LISTED))]
         if (more := len(clusters) - LISTED) > 0:
@@ -165,9 +168,9 @@ def score(axes: Any, history: list[dict[str, Any]], metric: str, sizes: dict[int
     tidy(axes)
 
 
-def _by_cluster(rows: list[dict[str, Any]]) -> list[list[float]]:
+def _by_cluster(rows: list[dict[str, Any]], key: str) -> list[list[float]]:
     """The scores of every cluster, NaN where it has none; there may be more clusters from round to round."""
-    each = [row["per_cluster"] or [] for row in rows]
+    each = [row.get(key) or [] for row in rows]
     most = max(map(len, each), default=0)
     return [[np.nan if j >= len(own) or own[j] is None else own[j] for own in each] for j in range(most)]
 
@@ -236,17 +239,28 @@ def comparison(path: Path, groups: list[Group]) -> None:
     fig = figure(7.5, sum(heights))
     grid = fig.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (metric, own) in zip(grid, panels.items(), strict=True):
-        for i, group in enumerate(own):
-            _band(axes, group, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
-        axes.set_title(f"Score over the rounds{_averaged(own)}", fontsize=11)
-        axes.set_xlabel("round")
-        axes.set_ylabel(f"mean {metric} over clients")
-        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        axes.margins(x=0.01)
-        tidy(axes)
+        bands(axes, own, metric)
         # Beside the curves, which fill the panel from corner to corner.
         axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     save(fig, path)
+
+
+def bands(axes: Any, groups: list[Group], metric: str) -> None:
+    """The scores of groups of runs by one metric over the rounds.
+
+    Args:
+        axes: Where to draw.
+        groups: The groups.
+        metric: The name of the score.
+    """
+    for i, group in enumerate(groups):
+        _band(axes, group, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
+    axes.set_title(f"Score over the rounds{_averaged(groups)}", fontsize=11)
+    axes.set_xlabel("round")
+    axes.set_ylabel(f"mean {metric} over clients")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.margins(x=0.01)
+    tidy(axes)
 
 
 def _band(axes: Any, group: Group, colour: str, style: str) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coterie.runs.folder import finished, read_config, read_history, read_result
+from coterie.runs.folder import finished, read_config, read_events, read_result, rounds_of
 
 # What every row of the history has besides the score, whose name is the task's.
 FIXED = {
-    "round", "loss", "per_cluster", "changed", "moved", "groups", "members", "participants", "seconds", "bytes_down",
-    "update",
+    "round", "loss", "loss_per_cluster", "per_cluster", "changed", "moved", "groups", "members", "participants",
+    "seconds", "bytes_down", "bytes_up", "left_out", "update",
 }  # fmt: skip
 
 
@@ -27,12 +27,16 @@ class View:
         config: The content of config.toml.
         history: The rounds so far.
         result: The content of result.json, None as long as the run has not come to its end.
+        log: What the executor and the method had to say.
+        begun: When and from what code the run was begun; empty where the folder does not say it.
     """
 
     path: Path
     config: dict[str, Any]
     history: list[dict[str, Any]]
     result: dict[str, Any] | None
+    log: list[str] = field(default_factory=list)
+    begun: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Path) -> View:
@@ -43,13 +47,21 @@ class View:
         """
         config = read_config(path)
         result = read_result(path) if finished(path) else None  # first: a run goes on while it is read
-        return cls(path, config, read_history(path), result)
+        events = read_events(path)
+        log = [str(event.get("message")) for event in events if event["event"] == "log"]
+        begun = next((event for event in events if event["event"] == "start"), {})
+        return cls(path, config, rounds_of(events), result, log, begun)
 
     @property
     def name(self) -> str:
         """The method and the data."""
+        return f"{self.config['algorithm']['name']} on {self.data}"
+
+    @property
+    def data(self) -> str:
+        """What the data are called."""
         data = self.config["data"]["name"]
-        return f"{self.config['algorithm']['name']} on {'custom data' if data == 'custom' else data}"
+        return "custom data" if data == "custom" else data
 
     @property
     def standing(self) -> str | None:
@@ -93,7 +105,7 @@ class View:
     @cached_property
     def labels(self) -> np.ndarray | None:
         """The cluster of every client; None where nobody knows it, or where it is points that have one."""
-        if self.result is None or self.result.get("table") or set(self.result["labels"]) == {-1}:
+        if self.result is None or self.result.get("table") is not None or set(self.result["labels"]) == {-1}:
             return None
         return np.array(self.result["labels"])
 
@@ -105,6 +117,13 @@ class View:
             return dict(zip(found.tolist(), count.tolist(), strict=True))
         members = self.history[-1]["members"] if self.history else None
         return {j: n for j, n in enumerate(members or []) if n}
+
+    @property
+    def members(self) -> str:
+        """What clusters are of: clients, or the points of methods that group those; "members" where it is not told."""
+        if self.result is None:
+            return "members"
+        return "clients" if self.result.get("table") is None else "points"
 
     @property
     def groups(self) -> np.ndarray | None:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from coterie.report import body, page
 from coterie.runs.view import View
 from coterie.serve.access import Guard, quoted, readable, run_folder
-from coterie.serve.index import COLUMNS, Index, Row, ago, local_time, ordered, reason
+from coterie.serve.index import COLUMNS, PATIENCE, Index, Row, ago, local_time, ordered, reason
 from coterie.serve.stamps import Stamps, obstacle
 from coterie.serve.stream import changes
 
@@ -108,20 +108,28 @@ class Site:
         self.index = Index(root)
         self._listing = _Listing([], 0.0, {})
         self._turn = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     async def all_runs(self, request: Request) -> Response:
         """The list of runs. It is read, and each page of it made, once for all who wait for it."""
         asked = _Asked.of(request)
         async with self._turn:
             if time.time() - self._listing.now > FRESH:
-                rows = await asyncio.to_thread(self.index.rows)
+                rows = await asyncio.to_thread(self.index.rows, PATIENCE)
                 self._listing = _Listing(rows, time.time(), {})
+                if any(row.unread for row in rows) and (self._reading is None or self._reading.done()):
+                    self._reading = asyncio.create_task(self._read_on())
             pages = self._listing.pages
             if asked not in pages:
                 if len(pages) >= KEPT:
                     pages.clear()
                 pages[asked] = await asyncio.to_thread(_list_page, self._listing, asked)
             return pages[asked]
+
+    async def _read_on(self) -> None:
+        """Read runs that are not read yet, a few at a time: who asks for the list meanwhile need not wait for all."""
+        while not self.ending() and any(row.unread for row in await asyncio.to_thread(self.index.rows, PATIENCE)):
+            await asyncio.sleep(0)
 
     async def run(self, request: Request) -> Response:
         """The live page of a run, or a part of it: the end of the address says which, unless a run is named so."""
@@ -244,7 +252,7 @@ def _cells(row: Row, now: float) -> dict[str, Any]:
         "key": quoted(row.name),
         "status": row.status(now),
         "damage": row.damage,
-        "progress": f"{row.done} of {row.rounds}",
+        "progress": "" if row.damage is not None or row.unread else f"{row.done} of {row.rounds}",
         "percent": round(100 * row.share),
         "score": "" if row.best is None else f"{row.best:.4g}",
         "metric": row.metric,

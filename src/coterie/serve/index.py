@@ -22,7 +22,9 @@ QUIET = 60.0  # seconds without a change
 SLOW = 5  # times its slowest round, where that is longer
 FIRST = 600.0  # seconds for the first round, of which nothing is known
 
-RUNNING, STOPPED, FINISHED, DAMAGED = "running", "stopped", "finished", "damaged"
+PATIENCE = 0.25  # seconds that a list waits for runs that have not been read yet
+
+RUNNING, STOPPED, FINISHED, DAMAGED, UNREAD = "running", "stopped", "finished", "damaged", "unread"
 NOT_STATED = {"event", *FIXED}
 
 
@@ -41,6 +43,7 @@ class Row(NamedTuple):
         finished: Whether it has a result.
         damage: Why it cannot be read, None if it can.
         quiet: Seconds without a change after which it counts as stopped.
+        unread: Whether nothing but its name is known yet.
     """
 
     name: str
@@ -54,13 +57,16 @@ class Row(NamedTuple):
     finished: bool = False
     damage: str | None = None
     quiet: float = QUIET
+    unread: bool = False
 
     def status(self, now: float) -> str:
-        """Running, stopped, finished or damaged.
+        """Running, stopped, finished or damaged; or not read yet.
 
         Args:
             now: The time, in seconds since 1970.
         """
+        if self.unread:
+            return UNREAD
         if self.damage is not None:
             return DAMAGED
         if self.finished:
@@ -91,12 +97,18 @@ class Index:
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()  # requests are answered in several threads
 
-    def rows(self) -> list[Row]:
-        """All runs, as they are now."""
+    def rows(self, patience: float = math.inf) -> list[Row]:
+        """All runs, as they are now. The newest are read first.
+
+        Args:
+            patience: Seconds after which those that are not read yet are listed by their names, and others that have
+                changed as they were.
+        """
         with self._lock:
-            found = {name: self._look(name, path, stamps) for name, path, stamps in _runs(str(self.root), "", DEPTH)}
-            self._known = {name: self._known[name] for name in found}  # without those that were deleted
-        return list(found.values())
+            runs = sorted(_runs(str(self.root), "", DEPTH), key=lambda run: run[2].changed, reverse=True)
+            self._known = {name: self._known.get(name, _Known()) for name, _, _ in runs}  # without those deleted
+            end = time.monotonic() + patience
+            return [self._look(name, path, stamps, end) for name, path, stamps in runs]
 
     def row(self, name: str) -> Row:
         """One run, as it is now.
@@ -106,11 +118,13 @@ class Index:
         """
         path = f"{self.root}/{name}"
         with self._lock:
-            return self._look(name, path, Stamps.of(path))
+            return self._look(name, path, Stamps.of(path), math.inf)
 
-    def _look(self, name: str, path: str, stamps: Stamps) -> Row:
+    def _look(self, name: str, path: str, stamps: Stamps, end: float) -> Row:
         known = self._known.setdefault(name, _Known())
         if known.row is None or known.stamps != stamps:
+            if time.monotonic() > end:
+                return known.row or Row(name, stamps.changed, unread=True)
             known.row, known.stamps = _read(name, Path(path), stamps, known), stamps
         return known.row
 
@@ -186,7 +200,7 @@ def ordered(rows: list[Row], words: list[str], column: str, descending: bool, no
 COLUMNS: dict[str, Callable[[Row, float], Any]] = {
     "name": lambda row, now: row.name,
     "status": lambda row, now: row.status(now),
-    "progress": lambda row, now: None if row.damage else row.share,
+    "progress": lambda row, now: None if row.damage or row.unread else row.share,
     "score": lambda row, now: row.best,
     "method": lambda row, now: row.method or None,
     "data": lambda row, now: row.data or None,
