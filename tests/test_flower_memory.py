@@ -146,7 +146,7 @@ def test_a_run_with_which_nobody_goes_on_is_forgotten(tmp_path):
 def test_of_a_secure_sum_those_count_whose_sheets_arrived(points, on_flower):
     task = ct.Task.density(FLOW)
     plain = on_flower(points, task, spoil=lambda node, answer: None if lost(node, answer) else answer, deadline=0.1)
-    secure = plain.wrapped(lambda engine: SecureFlower(engine, ct.SecureSum(min_members=2)))
+    secure = plain.wrapped(lambda engine: SecureFlower(engine, ct.SecureSum(min_members=2, threshold=0.6)))
     secure.perform(lambda cohort: ALGORITHM.start(task, cohort.at(0), Key.of(0)), unit=0)
     counted = secure.everyone.ledger.memory
     assert sorted(counted) == [0, 2] and {unit for unit, _ in counted.values()} == {0}
