@@ -28,6 +28,7 @@ REAL = {
     "test_flower_real.py": "flower",
     "test_flower_lab.py": "flower",
     "test_flower_proxy.py": "flower behind a proxy",
+    "test_flower_versions.py": "another flower",
 }
 
 
@@ -155,6 +156,12 @@ def federation_in(folder, nodes, command_line):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.fixture(scope="session")
+def federation():
+    """Starts a federation in a folder: `with federation(folder, nodes, command_line) as lab`."""
+    return federation_in
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import coterie as ct
 from coterie.core.engine import Ledger
 from coterie.core.key import Key
 from coterie.core.train import Models
+from coterie.flower.compat import get_all_nested_objects, inflate_object_from_contents
 from coterie.flower.engine import Absent
 from coterie.flower.enrolment import enrol
 from coterie.flower.grid import TooFew

@@ -136,11 +136,27 @@ def test_a_run_with_which_nobody_goes_on_is_forgotten(tmp_path):
     memory = Memory(tmp_path, "a")
     for run in ("old", "new"):
         memory.save(Moment(run, 0, "aa"), {"x": torch.tensor(0)})
-    for folder in tmp_path.glob("*/*"):
-        os.utime(folder, (0, time.time() - FORGOTTEN - 60))
-    memory.save(Moment("new", 1, "bb", after=(0, "aa")), {"x": torch.tensor(1)})
-    assert kept(memory, Moment("new", 1, "cc", after=(0, "aa"))) == {"x": 0}
+    for unit in (1, 2):  # found so twice, each time as long after
+        for path in tmp_path.glob("*/*"):
+            os.utime(path, (0, path.stat().st_mtime - FORGOTTEN - 60))
+        memory.save(Moment("new", unit, "bb", after=(0, "aa")), {"x": torch.tensor(unit)})
+    assert kept(memory, Moment("new", 2, "cc", after=(1, "bb"))) == {"x": 1}
     assert kept(memory, Moment("old", 1, "bb", after=(0, "aa"))) == {}
+    assert len(list(tmp_path.glob("*/*"))) == 1
+
+
+def test_a_clock_that_jumps_makes_nobody_forget(tmp_path, monkeypatch):
+    """Two runs go on side by side, and so does one that was stopped for a while, before and after the jump and back."""
+    memory, now = Memory(tmp_path, "a"), time.time()
+    for run in ("one", "two", "stopped"):
+        memory.save(Moment(run, 0, "aa"), {"x": torch.tensor(0)})
+    for unit, jump in enumerate((90 * 86400 + 60, 95 * 86400, 0, 91 * 86400), 1):
+        monkeypatch.setattr(time, "time", lambda at=now + jump: at)
+        for run in ("one", "two"):
+            memory.save(Moment(run, unit, "aa", after=(unit - 1, "aa")), {"x": torch.tensor(unit)})
+    assert kept(memory, Moment("one", 5, "bb", after=(4, "aa"))) == {"x": 4}
+    assert kept(memory, Moment("two", 5, "bb", after=(4, "aa"))) == {"x": 4}
+    assert kept(memory, Moment("stopped", 1, "bb", after=(0, "aa"))) == {"x": 0}
 
 
 def test_of_a_secure_sum_those_count_whose_sheets_arrived(points, on_flower):

@@ -1,10 +1,12 @@
 """What is sent: trees of tensors and descriptions of steps, there and back."""
 
+import io
 import json
 import subprocess
 import sys
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -100,6 +102,19 @@ def hostile():
     yield "huge", {"[]": Array("float32", (2**60,), "numpy.ndarray", header("(1152921504606846976,)"))}, '"tensor"'
     yield "negative", {"[]": Array("float32", (-1, -2), "numpy.ndarray", header("(-1, -2)"))}, '"tensor"'
     yield "objects", {"[]": Array("object", (1,), "numpy.ndarray", b"\x93NUMPY\x01\x00")}, '"tensor"'
+
+
+def test_bytes_of_another_order_or_type_are_refused():
+    """They have the right length, and would be other numbers."""
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    told = Array(x)
+    for lie in (np.asfortranarray(x), x.view(np.int32), x.astype(">f4"), x.reshape(3, 2)):
+        np.save(file := io.BytesIO(), lie)
+        assert len(file.getvalue()) == len(told.data)
+        content = RecordDict({"t.tree": ConfigRecord({"tree": '"tensor"'})})
+        content["t"] = ArrayRecord({"[]": Array(told.dtype, told.shape, told.stype, file.getvalue())})
+        with pytest.raises(ValueError, match=r"the bytes of an array are not those of float32 \(2, 3\)"):
+            get_tree(content, "t", {})
 
 
 @pytest.mark.parametrize(("arrays", "tree"), [pytest.param(a, t, id=n) for n, a, t in hostile()])

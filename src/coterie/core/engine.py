@@ -32,6 +32,7 @@ class Ledger:
     chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
     messages: list[str] = field(default_factory=list)  # for the log of the run
     left_out: list[str] = field(default_factory=list)  # sites that failed in this round
+    usual: dict[str, float] = field(default_factory=dict)  # on Flower, how far sites usually moved models at most
 
     def charge(self, down: int, up: int) -> None:
         """Count the bytes of an exchange."""

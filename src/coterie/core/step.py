@@ -25,6 +25,7 @@ it. Integer tensors of unequal shapes are padded with -1, which stands for no ro
 """
 
 Secrecy = Literal["mean", "hidden"]
+Weights = Literal["uniform", "size"]
 
 ONE = torch.ones(())
 FIRST = torch.zeros((), dtype=torch.long)
@@ -73,6 +74,8 @@ class ClientStep(NamedTuple):
         draw: Makes the random numbers that `run` needs.
         secrecy: What the server of a secure sum gets in place of each client's note: "mean", the mean over all clients,
             or "hidden", -1. A note that is not listed has to be sent as it is, so the step cannot run there.
+        weights: How heavily a client may count in a sum: at most 1 ("uniform"), or at most as its rows ("size"). Nodes
+            of a real federation are held to it.
 
     Example:
         >>> step = ClientStep(lambda message, local: Reply(message + local.data.x.sum()))
@@ -84,6 +87,7 @@ class ClientStep(NamedTuple):
     run: Callable[[Any, Local], Reply]
     draw: Draw | None = None
     secrecy: Mapping[str, Secrecy] = {}
+    weights: Weights = "size"
 
 
 class Description(Protocol):

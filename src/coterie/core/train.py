@@ -29,15 +29,13 @@ from coterie.core.local import (
 )
 from coterie.core.optimisers import PLAIN, Moments, Optimiser
 from coterie.core.pytree import Params, beside, leaves, stack, take, tree_map
-from coterie.core.step import FIRST, ClientStep, Local, Reply, Secrecy
+from coterie.core.step import FIRST, ClientStep, Local, Reply, Secrecy, Weights
 from coterie.core.task import Data, Task
 
 if TYPE_CHECKING:
     from coterie.core.cohort import Cohort
 
 _BATCHES, _NOISE = 1, 4  # streams under a client's key
-
-Weights = Literal["uniform", "size"]
 
 SECRECY: dict[str, Secrecy] = {"label": "hidden", "loss": "mean", "held": "mean", "held_rows": "mean"}
 
@@ -283,7 +281,7 @@ class Train:
             drawn = self.draw(n, key, when)
             return {**drawn, "noise": torch.tensor(key.fold(_NOISE, *when).seed() % 2**31)} if task.draws else drawn
 
-        return ClientStep(run, draw if self.rows or self.by.batch or task.draws else None, SECRECY)
+        return ClientStep(run, draw if self.rows or self.by.batch or task.draws else None, SECRECY, self.weights)
 
     def _check(self, task: Task) -> None:
         """Refuse what a description cannot do with a task."""

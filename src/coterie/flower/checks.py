@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from coterie.core.pytree import leaves
 Verb = Literal["combine", "gather"]
 
 ABSURD = 1e6  # times the median norm of what nodes send, or times 1 where that is more
+ROOM = 1.1  # clients may have got a few more rows since they enrolled
+SPARE = 2**26  # bytes that any answer may have
+SLACK = 4  # times the bytes that were sent for each slot or client, or that others answer with
 HUGE = 1e30  # a note is not as large, unless it is infinite where there is nothing to tell
 
 
@@ -28,12 +31,20 @@ class Asked(NamedTuple):
         slots: How many slots there are.
         clients: How many clients of the node were to take part.
         part: On which rows: a client without test rows has no loss on them.
+        worth: How heavily each of them counts at most (clients,); None where nobody knows.
+        sums: To how many slots each adds at most; None for any number.
+        rows: The row of the message that each was sent (clients,) or (clients, parts); None where all of it was.
+        steps: How many steps the largest takes, where that depends on its rows.
     """
 
     verb: Verb
     slots: int
     clients: int
     part: str
+    worth: Tensor | None = None
+    sums: int | None = None
+    rows: Tensor | None = None
+    steps: int = 1
 
 
 def fault(answer: Any, asked: Asked) -> str:
@@ -64,7 +75,24 @@ def _weight_fault(answer: Any, asked: Asked) -> str:
         return f"its weights are {weight.dtype}"
     if not bool(torch.isfinite(weight).all()):
         return "a weight is not finite"
-    return "a weight is negative" if bool((weight < 0).any()) else ""
+    if bool((weight < 0).any()):
+        return "a weight is negative"
+    return "" if asked.worth is None else _excess(weight, asked.worth, asked)
+
+
+def _excess(weight: Tensor, worth: Tensor, asked: Asked) -> str:
+    """Which weight is more than the clients that a site has enrolled, or their rows, can have."""
+    if asked.verb == "gather":
+        found, most = weight, worth.to(weight).reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight)
+    else:
+        total = worth.to(weight).sum()
+        most = torch.cat([total.expand(asked.slots), total[None] * (asked.sums or asked.slots)])
+        found = torch.cat([weight, weight.sum()[None]])
+    over = (found > ROOM * most).flatten().nonzero().flatten().tolist()
+    if not over:
+        return ""
+    given, allowed = (float(x.flatten()[over[0]]) for x in (found, most))
+    return f"its weight is {given:g}, but its clients count for {allowed:g} at most"
 
 
 def _update_fault(answer: Any, asked: Asked) -> str:
@@ -74,6 +102,8 @@ def _update_fault(answer: Any, asked: Asked) -> str:
             return f"it has an update of shape {tuple(x.shape)} for {asked.slots} slots and {asked.clients} clients"
         if not bool(torch.isfinite(x).all()):
             return "an update is not finite"
+        if asked.verb == "combine" and bool(x[answer["weight"] == 0].any()):
+            return "it adds to a slot in which it has no weight"
     if asked.verb == "combine":
         return ""
     slot = answer["slot"]
@@ -102,6 +132,26 @@ def _note_fault(answer: Any, asked: Asked) -> str:
 def _range_fault(x: Tensor, low: int, slots: int, what: str) -> str:
     outside = x[(x < low) | (x >= slots)]
     return f"{what} is {int(outside[0])}, outside of {low} to {slots - 1}" if len(outside) else ""
+
+
+def oversized(found: Mapping[int, int], asked: Mapping[int, Asked], sent: int) -> dict[int, str]:
+    """Which sites' answers have far more bytes than what was asked for, and than most others'.
+
+    Example:
+        >>> three = dict.fromkeys(range(3), Asked("combine", slots=2, clients=4, part="train"))
+        >>> oversized({0: 4000, 1: 4000, 2: 512_000_000}, three, sent=4000)
+        {2: 'its answer of 512 MB is too large: 67 MB at most'}
+    """
+    whole = statistics.median_low(found.values()) if found else 0
+    each = statistics.median_low([n / asked[s].clients for s, n in found.items()]) if found else 0.0
+    faults: dict[int, str] = {}
+    for s, n in found.items():
+        own = asked[s]
+        models = sent * (own.clients if own.verb == "gather" else own.slots)
+        most = SPARE + SLACK * max(models, whole, each * own.clients)
+        if n > most:
+            faults[s] = f"its answer of {n / 1e6:.0f} MB is too large: {most / 1e6:.0f} MB at most"
+    return faults
 
 
 def unlike(answers: Sequence[Any]) -> list[bool]:

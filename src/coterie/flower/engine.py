@@ -24,13 +24,16 @@ from coterie.core.pytree import nbytes, tree_map
 from coterie.core.step import Reply
 from coterie.core.sums import Sums
 from coterie.core.task import Task
-from coterie.core.train import own_rows
+from coterie.core.train import Train, own_rows
 from coterie.core.uplink import Uplink
-from coterie.flower import checks
+from coterie.flower import checks, norms
+from coterie.flower.backoff import Backoff, Silent
 from coterie.flower.checks import Asked, Verb
+from coterie.flower.compat import NO_ANSWER
 from coterie.flower.enrolment import plain_task
 from coterie.flower.grid import Grid, TooFew, brief, exchange
-from coterie.flower.records import get_tree, put_tree
+from coterie.flower.norms import Guard
+from coterie.flower.records import get_tree, put_tree, size_of
 from coterie.flower.roster import Roster
 from coterie.flower.steps import describe_step, describe_uplink, types_of
 
@@ -87,6 +90,7 @@ class FlowerEngine(Engine):
         self.faults: Counter[str] = Counter()  # exchanges from which each site was left out
         self.alone = set[int]()  # sites whose answers in this piece of work could be compared with nobody's
         self.present = len(roster.sites)  # those that have not failed in this piece of work
+        self.backoff = Backoff()
         self._task, self._uplink = plain_task(task), describe_uplink(uplink or Uplink())
         self._unit, self._attempt = OUTSIDE, secrets.token_hex(8)
         self._counted: dict[int, Any] | None = None  # each site's last attempt that counted when this one began
@@ -105,11 +109,13 @@ class FlowerEngine(Engine):
             ledger: Of the run, with the last attempt that counted at each site.
         """
         other = copy.copy(self)
+        other.backoff.now = unit
         other._unit, other._attempt, other._counted = unit, secrets.token_hex(8), dict(ledger.memory)
         return other
 
     def credit(self, sites: Iterable[int], ledger: Ledger) -> None:
-        """Have what these sites' clients keep in this attempt count, unless the work as a whole comes to nothing."""
+        """These sites have answered: what their clients keep in this attempt counts, if the work as a whole does."""
+        self.backoff.forgive(self.roster.sites[s] for s in sites)
         if self._unit != OUTSIDE:
             ledger.memory.update(dict.fromkeys(sites, (self._unit, self._attempt)))
 
@@ -133,8 +139,18 @@ class FlowerEngine(Engine):
 
     def away(self, sites: Iterable[int]) -> dict[int, str]:
         """Which of these sites cannot be asked, and why."""
-        online = set(self.grid.get_node_ids())
-        return {s: "its node is not there" for s in sites if self.roster.nodes[s] not in online}
+        online, names = set(self.grid.get_node_ids()), self.roster.sites
+        away = {s: "its node is not there" for s in sites if self.roster.nodes[s] not in online}
+        self.backoff.forgive(names[s] for s in away)
+        resting = {s: at for s in sites if s not in away and (at := self.backoff.resting([names[s]]).get(names[s]))}
+        if self.present - len(away) - len(resting) < self.needed:
+            return away  # without them there would be too few
+        return away | {s: f"it was silent, and is asked again in round {at - 1}" for s, at in resting.items()}
+
+    @property
+    def needed(self) -> int:
+        """How many sites must answer."""
+        return min(self.min_replies, len(self.roster.sites))
 
     def request(self, exchange: Exchange, at: Tensor) -> RecordDict:
         """The message for a site with the clients at these positions, with only the rows of models that they need."""
@@ -172,8 +188,11 @@ class FlowerEngine(Engine):
     def silence(self, message: Message | None) -> str:
         """Why there is no answer to read; "" where there is one."""
         if message is None:
-            return f"it did not answer within {self.deadline:g} s"
-        return f"it failed: {message.error.reason}" if message.has_error() else ""
+            return Silent(f"it did not answer within {self.deadline:g} s")
+        if not message.has_error():
+            return ""
+        why = f"it failed: {brief(str(message.error.reason))}"
+        return Silent(why) if message.error.code in NO_ANSWER else why
 
     def settle(self, faults: Mapping[int, str], clients: Tensor, ledger: Ledger) -> None:
         """Name the sites that are left out; where there are any, the work must be done without them.
@@ -182,8 +201,8 @@ class FlowerEngine(Engine):
         """
         at = self.by_site(clients)
         self.blame(faults, ledger)
-        left, needed = self.present - len(faults), min(self.min_replies, len(self.roster.sites))
-        if not at or (faults and left < needed):
+        left = self.present - len(faults)
+        if not at or (faults and left < self.needed):
             raise TooFew(f"flower: {left} of {self.present} nodes have answered, {self.min_replies} are needed")
         if faults:
             raise Absent(torch.cat([clients[at[s]] for s in sorted(faults)]))
@@ -192,6 +211,8 @@ class FlowerEngine(Engine):
         """Name and count the sites that are left out."""
         for s, why in sorted(faults.items()):
             self.faults[name] = self.faults[name := self.roster.sites[s]] + 1
+            if isinstance(why, Silent):
+                self.backoff.silent(name)
             ledger.left_out.append(name)
             ledger.messages.append(
                 f"flower: site '{name}' is left out, for the {self.faults[name]}. time: {brief(why)}"
@@ -202,22 +223,30 @@ class FlowerEngine(Engine):
         at, ledger = self.by_site(asking.clients), asking.ledger
         self.settle(self.away(at), asking.clients, ledger)  # before anything is sent
         requests = {s: (self.roster.nodes[s], TYPE[verb], self.request(asking, own)) for s, own in at.items()}
-        answers, faults = dict[int, Any](), dict[int, str]()
-        for s, message in exchange(self.grid, requests, self.deadline).items():
-            asked = Asked(verb, asking.slots, len(at[s]), asking.part)
-            answers[s], faults[s] = self._read(message, asked, types_of(asking.step), ledger)
-        believed = _believed(answers, faults, at)
+        messages = exchange(self.grid, requests, self.deadline)
+        asked = {s: self._asked(verb, asking, own) for s, own in at.items()}
+        faults = {s: self.silence(message) for s, message in messages.items()} | _oversized(messages, asked, asking)
+        answers = dict[int, Any]()
+        for s, message in messages.items():
+            if message is not None and not faults[s]:
+                answers[s], faults[s] = self._read(message, asked[s], types_of(asking.step), ledger)
+        believed = self._believed(answers, faults, asked, asking)
         self.settle({s: why for s, why in faults.items() if why}, asking.clients, ledger)
         self.credit(believed, ledger)
         self.alone.update(believed if len(believed) == 1 < len(self.roster.sites) else ())
         return [(at[s], answers[s]) for s in believed]
 
-    def _read(
-        self, message: Message | None, asked: Asked, types: Mapping[str, type], ledger: Ledger
-    ) -> tuple[Any, str]:
+    def _asked(self, verb: Verb, asking: Exchange, at: Tensor) -> Asked:
+        """What the site with the clients at these positions is asked for."""
+        step, sizes = asking.step(self.task), self.sizes(asking)[at]
+        worth = torch.ones(len(at)) if getattr(step, "weights", "size") == "uniform" else sizes.clamp(min=1)
+        sums = (step.starts or 1) if isinstance(step, Train) else None
+        steps = int(sizes.max()) if getattr(getattr(asking.step, "__self__", None), "epochs", None) else 1
+        rows = asking.rows[at] if isinstance(asking.rows, Tensor) else None
+        return Asked(verb, asking.slots, len(at), asking.part, worth, sums, rows, steps)
+
+    def _read(self, message: Message, asked: Asked, types: Mapping[str, type], ledger: Ledger) -> tuple[Any, str]:
         """A node's answer, and what is wrong with it."""
-        if message is None or message.has_error():
-            return None, self.silence(message)
         try:
             answer = get_tree(message.content, "answer", types)
         except ValueError as error:
@@ -225,16 +254,29 @@ class FlowerEngine(Engine):
         ledger.charge(0, nbytes(answer))
         return answer, checks.fault(answer, asked)
 
+    def _believed(
+        self, answers: Mapping[int, Any], faults: dict[int, str], asked: Mapping[int, Asked], asking: Exchange
+    ) -> list[int]:
+        """The sites whose answers stand up to comparison with the others', in order; writes why the rest do not."""
 
-def _believed(answers: dict[int, Any], faults: dict[int, str], at: dict[int, Tensor]) -> list[int]:
-    """The sites whose answers stand up to comparison with the others', in order; writes why the rest do not."""
-    fine = [s for s in sorted(answers) if not faults[s]]
-    for s, odd in zip(fine, checks.unlike([answers[s] for s in fine]), strict=True):
-        faults[s] = "its answer is not shaped as the others' are" if odd else ""
-    fine = [s for s in fine if not faults[s]]
-    for s, odd in zip(fine, checks.absurd([answers[s] for s in fine], [len(at[s]) for s in fine]), strict=True):
-        faults[s] = "its answer is out of all proportion to the others'" if odd else ""
-    return [s for s in fine if not faults[s]]
+        def fine() -> list[int]:
+            return [s for s in sorted(answers) if not faults[s]]
+
+        own = fine()
+        for s, odd in zip(own, checks.unlike([answers[s] for s in own]), strict=True):
+            faults[s] = "its answer is not shaped as the others' are" if odd else ""
+        own = fine()
+        for s, odd in zip(own, checks.absurd([answers[s] for s in own], [asked[s].clients for s in own]), strict=True):
+            faults[s] = "its answer is out of all proportion to the others'" if odd else ""
+        changes = {s: norms.change(answers[s], asking.message, asked[s]) for s in fine()}
+        faults |= Guard(asking.ledger.usual).faults({s: c for s, c in changes.items() if c is not None})
+        return fine()
+
+
+def _oversized(messages: Mapping[int, Message | None], asked: Mapping[int, Asked], asking: Exchange) -> dict[int, str]:
+    """Which answers are too large to be opened."""
+    found = {s: size_of(m.content) for s, m in messages.items() if m is not None and m.has_content()}
+    return checks.oversized(found, asked, nbytes(asking.message))
 
 
 def _in_order(parts: Sequence[tuple[Tensor, Any]]) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -14,14 +16,23 @@ from coterie.flower.grid import Grid, TooFew, brief, exchange, wait_for
 from coterie.flower.roster import Roster, Site
 from coterie.runs.config import build_task
 
+log = logging.getLogger("coterie")
 
-def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups: bool = True) -> Roster:
+LARGEST = 2**26  # letters with which a node tells who its clients are
+
+
+def enrol(
+    grid: Grid, task: Task, *, nodes: int, least: int | None = None, deadline: float = 600.0, groups: bool = True
+) -> Roster:
     """Wait for so many nodes and ask them who their clients are. A node that cannot tell is left out.
+
+    So is one whose rows are of another kind than most nodes'. It is named in the log, and may join later.
 
     Args:
         grid: Flower's.
         task: What is learnt.
         nodes: How many to wait for.
+        least: How many must be able to take part; more than half of `nodes` must in any case. None for all.
         deadline: Seconds that they have to come, and then to answer.
         groups: Whether they also tell the true groups, where a generator knows them.
 
@@ -29,10 +40,25 @@ def enrol(grid: Grid, task: Task, *, nodes: int, deadline: float = 600.0, groups
         TooFew: They have not come, or not answered, in time; says what each said.
     """
     enrolled, faults = ask_sites(grid, task, wait_for(grid, nodes, deadline), deadline, groups=groups)
-    if len(enrolled) < nodes:
-        said = "; ".join(f"node {node}: {why}" for node, why in faults.items())
-        raise TooFew(f"flower: {len(enrolled)} of {nodes} nodes could enrol. {said}")
+    faults |= _unlike(enrolled)
+    enrolled = {node: site for node, site in enrolled.items() if node not in faults}
+    said = [f"node {node}: {why}" for node, why in faults.items()]
+    if len(enrolled) < max(nodes if least is None else least, nodes // 2 + 1):
+        raise TooFew(f"flower: {len(enrolled)} of {nodes} nodes could enrol. {'; '.join(said)}")
+    for words in said:
+        log.warning("flower: the run starts without %s", words)
     return Roster.of(list(enrolled.items()))
+
+
+def _unlike(sites: Mapping[int, Site]) -> dict[int, str]:
+    """Why nodes cannot take part whose rows are of another kind than most nodes'; of equals, the first name's are."""
+    in_order = sorted(sites.items(), key=lambda each: each[1].name)
+    usual = Counter(site.form for _, site in in_order).most_common(1)
+    return {
+        node: f"rows of site '{site.name}' are {site.form}, those of most are {usual[0][0]}"
+        for node, site in in_order
+        if site.form != usual[0][0]
+    }
 
 
 def ask_sites(
@@ -61,8 +87,10 @@ def _site(message: Message | None) -> Site:
     content = message.content
     if not isinstance(content, RecordDict) or not isinstance(record := content.get("site"), ConfigRecord):
         raise ValueError("it does not say who its clients are")
+    if not isinstance(words := record.get("site"), str) or len(words) > LARGEST:
+        raise ValueError(f"it does not say who its clients are in at most {LARGEST} letters")
     try:
-        return Site.from_plain(json.loads(str(record.get("site"))))
+        return Site.from_plain(json.loads(words))
     except RecursionError as error:
         raise ValueError("it says who its clients are in too many brackets") from error
 

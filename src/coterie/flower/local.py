@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.task_identity import TaskIdentity
 
 from coterie.flower.client_app import make_app
+from coterie.flower.compat import act_as_run, get_all_nested_objects, inflate_object_from_contents
 from coterie.flower.node import Node
 
 Spoil = Callable[[int, Message], Message | None]
@@ -28,7 +26,7 @@ class LocalGrid:
         self.nodes, self.spoil = dict(nodes), spoil
         self._app = make_app(lambda kind, content, context: self.nodes[context.node_id].respond(kind, content))
         self._arrived: dict[str, Message] = {}
-        TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1  # as Flower sets them for a run
+        act_as_run(1)
 
     def get_node_ids(self) -> list[int]:
         """The numbers of the nodes."""

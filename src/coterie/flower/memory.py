@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 
 from coterie.storage import snapshot
 
-FORGOTTEN = 90 * 86400  # seconds after which a run with which nobody has gone on is forgotten
+FORGOTTEN = 90 * 86400  # seconds: a run with which nobody has gone on is forgotten when it is found so twice
+IDLE = ".idle"  # a file beside the folder of such a run
 KEPT = 2  # versions: after the last piece of work, and after the one before, should the last have to be done again
 
 
@@ -165,11 +167,25 @@ class Memory:
                     file.unlink()
 
     def _forget_old_runs(self, but: str) -> None:
-        own = self._folder(but)
+        """Mark runs that have not gone on for long, and delete those whose mark is as old.
+
+        Not at first sight: a clock that jumps makes every run look old, once.
+        """
+        own, now = self._folder(but), time.time()
         for run in own.parent.glob("*"):
+            if run == own or run.suffix == IDLE:
+                continue
+            mark = run.with_suffix(IDLE)
             with suppress(FileNotFoundError):  # another process may have been faster
-                if run != own and time.time() - run.stat().st_mtime > FORGOTTEN:  # since a file in it was made or went
+                used = run.stat().st_mtime  # when a file in it was made or went
+                if now - used <= FORGOTTEN:
+                    mark.unlink(missing_ok=True)
+                elif not mark.exists() or mark.stat().st_mtime < used:
+                    mark.touch()
+                    os.utime(mark, (now, now))
+                elif now - mark.stat().st_mtime > FORGOTTEN:
                     shutil.rmtree(run)
+                    mark.unlink()
 
     def _session(self, run: str) -> Path:
         return self._folder(run) / "session.json"

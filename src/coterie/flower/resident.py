@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+
+from coterie.flower.compat import from_bytes, to_bytes
 
 ADDRESS = "worker.json"  # where a worker writes its port and its token, in its folder
 
@@ -52,22 +52,6 @@ def ask(folder: Path, kind: str, content: RecordDict, context: Context, file: Pa
         if fault:
             raise ValueError(fault)
         return from_bytes(connection.recv_bytes())
-
-
-def to_bytes(content: RecordDict) -> bytes:
-    """What a message says, as bytes.
-
-    Example:
-        >>> from flwr.app import ConfigRecord
-        >>> from_bytes(to_bytes(RecordDict({"step": ConfigRecord({"slots": 3})})))["step"]["slots"]
-        3
-    """
-    return recorddict_to_proto(content).SerializeToString()
-
-
-def from_bytes(content: bytes) -> RecordDict:
-    """What `to_bytes` wrote."""
-    return recorddict_from_proto(ProtoRecordDict.FromString(content))
 
 
 def _connected(folder: Path) -> Any:

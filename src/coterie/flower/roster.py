@@ -129,6 +129,12 @@ class Site:
             raise ValueError(f"its rows are {self.train.x}, but its inputs {self.inputs}")
 
     @property
+    def form(self) -> str:
+        """The shape and type of its rows, in words: the same on all nodes of a federation."""
+        kind = self.train.kind
+        return f"{kind[2]} {kind[0]} with targets {kind[3]} {kind[1]}, {_layout(self)}"
+
+    @property
     def mark(self) -> str:
         """A few characters that tell these clients, in this order, from others."""
         return mark(self.clients)

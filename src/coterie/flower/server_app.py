@@ -54,7 +54,8 @@ class Settings:
         config: The config.toml; a relative path is beside data.py.
         out: The run folder on the server; "" writes nothing.
         resume: Whether to go on from the newest checkpoint in `out`, as soon as `min_replies` nodes are there.
-        nodes: How many nodes to wait for at the start.
+        nodes: How many nodes to wait for at the start; the run starts if more than half of them, and `min_replies`, can
+            take part.
         min_replies: How many must answer in every exchange, or the run stops.
         deadline: Seconds that nodes have to answer.
     """
@@ -167,7 +168,8 @@ def _roster(grid: Grid, task: Task, settings: Settings, out: Path | None, *, sec
     kept = read_roster(out) if settings.resume and out else None
     if kept is None:
         # Under a secure sum there is nothing that true groups could be compared with.
-        roster = enrol(grid, task, nodes=settings.nodes, deadline=settings.deadline, groups=not secret)
+        who = {"nodes": settings.nodes, "least": settings.min_replies, "deadline": settings.deadline}
+        roster = enrol(grid, task, **who, groups=not secret)
         roster.federation.check(task)
         return roster, secrets.token_hex(8)
     wait_for(grid, settings.min_replies, settings.deadline)

@@ -17,9 +17,10 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
+from coterie.flower.compat import from_bytes, to_bytes
 from coterie.flower.data_file import forget
 from coterie.flower.node import Node, node_of
-from coterie.flower.resident import ADDRESS, from_bytes, to_bytes
+from coterie.flower.resident import ADDRESS
 from coterie.storage.snapshot import write_private
 
 log = logging.getLogger("coterie")

@@ -140,7 +140,7 @@ class CFL(Stationarity, Method):
                 reply.note["vector"] = vector(reply.update)
             return reply
 
-        return ClientStep(run, inner.draw)
+        return ClientStep(run, inner.draw, weights=inner.weights)
 
     @client_step
     def probe(self, task: Task) -> ClientStep:
@@ -152,7 +152,7 @@ class CFL(Stationarity, Method):
             vector = reply.note["vector"] if "vector" in reply.note else _compared(reply.update, task, axes=0)
             return Reply(weight=reply.weight, note={"vector": vector})
 
-        return ClientStep(run, step.draw)
+        return ClientStep(run, step.draw, weights=step.weights)
 
     def models(self, state: State) -> Params:
         """The leaves' models without the disguise, as clients use them."""

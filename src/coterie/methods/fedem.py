@@ -167,7 +167,7 @@ class FedEM(LocalTraining, ServerStep, Method):
                 memory={"moments": moments} if moments else (),
             )
 
-        return ClientStep(run, Train(descend).derive(task).draw, SECRECY)
+        return ClientStep(run, Train(descend).derive(task).draw, SECRECY, self.weights)
 
     @client_step
     def mix(self, task: Task) -> ClientStep:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from coterie.core.optimisers import PLAIN, Optimiser, find_optimiser
 from coterie.core.settings import setting
-from coterie.core.train import Descend, Weights
+from coterie.core.step import Weights
+from coterie.core.train import Descend
 from coterie.parts.schedules import Schedule
 
 

@@ -103,7 +103,7 @@ class SplitTrials(HeldOutRows, ServerStep):
         def run(sent: Models, local: Local) -> Reply:
             return unless_diverged(step.run(sent, local))._replace(memory=())
 
-        return ClientStep(run, step.draw)
+        return ClientStep(run, step.draw, weights=step.weights)
 
     def judged(self, state: Any, cohort: Cohort) -> Any:
         """The state after the splits whose time has come were judged: they stand, or are undone."""

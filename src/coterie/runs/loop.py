@@ -267,8 +267,9 @@ class Loop:
 
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
-            now = self.now
-            self.record.checkpoint(now.done, {**now._asdict(), "chunks": self.cohort.ledger.chunks}, force=force)
+            now, ledger = self.now, self.cohort.ledger
+            content = {**now._asdict(), "chunks": ledger.chunks, "usual": ledger.usual}
+            self.record.checkpoint(now.done, content, force=force)
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
@@ -287,6 +288,7 @@ class Loop:
             self.membership.restrict(m)
         self.cohort.ledger.memory = all_on(self.cohort.engine.device, content["memory"])
         self.cohort.ledger.chunks = content["chunks"]
+        self.cohort.ledger.usual = content.get("usual", {})  # checkpoints of earlier versions have none
         self._publish(to_device(content["state"], self.cohort.engine.device), content["done"])
         return True
 
