@@ -77,7 +77,7 @@ def _execute(points: list[Point], folder: Path, jobs: int) -> dict[str, str]:
     left = [point for point in points if not is_finished(folder / point.name)]
     failed: dict[str, str] = {}
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("runs{task.fields[failed]}"),

@@ -24,7 +24,6 @@ from coterie.runs.fingerprint import difference, fingerprint
 from coterie.runs.folder import read_checkpoint, read_config, read_fingerprint, read_history, read_models, read_result
 from coterie.runs.loop import CLIENTS
 from coterie.runs.run import Run
-from coterie.storage import snapshot
 from coterie.storage.inputs import Inputs
 
 log = logging.getLogger("coterie")
@@ -44,15 +43,15 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
     path = Path(folder)
     result, config = read_result(path), read_config(path)
     method = _method(config["algorithm"])
-    content, damaged = read_checkpoint(path, snapshot.named_tuples(method))
-    if content is None:
-        raise ValueError(f"{path} has no checkpoint that can be read")
-    for file in damaged:
-        log.warning("%s is damaged; using the checkpoint before it", file.name)
     known, key = task or _task(path, config["task"], result["metric"]), Key.of(config["run"]["seed"]).fold(CLIENTS)
     engine = Absent(path, _clients(result), known, result["executor"], key)
     if task is not None and (other := difference(read_fingerprint(path), fingerprint(engine))):
         raise ValueError(f"{path} was made with {other}")
+    content, damaged = read_checkpoint(path, method, known)
+    if content is None:
+        raise ValueError(f"{path} has no checkpoint that can be read")
+    for file in damaged:
+        log.warning("%s is damaged; using the checkpoint before it", file.name)
     scores = _scores(result, method, content["state"])
     cohort = Cohort(engine, Ledger(memory=content["memory"]))
     margins, warnings = _array(result.get("margins") or [None] * len(cohort)), result.get("warnings", [])
@@ -113,7 +112,7 @@ def _clients(result: dict[str, Any]) -> Federation:
     offsets = torch.tensor([0, *sizes]).cumsum(0)
     total = int(offsets[-1])
     return Federation(
-        Packed(torch.zeros(shape).expand(total, *shape), torch.zeros(()).expand(total), offsets),
+        Packed(torch.zeros(()).expand(total, *shape), torch.zeros(()).expand(total), offsets),
         ids=tuple(result["ids"]) if result["ids"] else None,
         groups=None if result["groups"] is None else torch.tensor(result["groups"]),
         inputs=Inputs.from_plain(result["inputs"]) if result.get("inputs") else None,
