@@ -1,6 +1,10 @@
-"""Run folders that strangers have touched: 500 damaged or hostile files, each ends in one line or as if nothing were."""
+"""Run folders that strangers have touched: of 500 damaged or hostile files, each ends in one line or correctly."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import os
 import random
 import re
@@ -9,6 +13,7 @@ import shutil
 import signal
 import socket
 import tomllib
+import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +27,12 @@ from safetensors.torch import save_file
 import coterie as ct
 from coterie.callbacks import trackers
 from coterie.runs.config import build
-from coterie.storage import snapshot
+from coterie.storage import archives, snapshot
+from coterie.tables.reading import read_table
 
 CASES, BATCH = 500, 25
 COMMANDS = ("show", "assign", "report", "resume")
-SECONDS = 20  # after which a command counts as hung
+SECONDS = 120  # after which a command counts as hung, which takes a tenth of a second
 MEMORY = 6 * 2**30  # bytes that a command may ask for besides
 
 RUN = """
@@ -262,12 +268,16 @@ def damage(path, rng):
 # --- what must come of it -------------------------------------------------------------------------------------------
 
 
+class Hung(BaseException):
+    """No command catches it."""
+
+
 @contextmanager
 def guarded():
     """Have what hangs, or asks for all memory, fail."""
 
     def hung(*_):
-        raise AssertionError(f"still at work after {SECONDS} s")
+        raise Hung(f"still at work after {SECONDS} s")
 
     before, limits = signal.signal(signal.SIGALRM, hung), resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -327,3 +337,68 @@ def test_a_strange_file_ends_in_one_line_or_correctly(batch, folders, coterie, t
     cases = range(batch * BATCH, (batch + 1) * BATCH)
     wrong = [found for case in cases if (found := tried(case, folders, coterie, tmp_path))]
     assert not wrong, "\n".join(wrong)
+
+
+# --- one by one -----------------------------------------------------------------------------------------------------
+
+
+def test_names_neither_steer_the_terminal_nor_are_markup(folders, coterie, tmp_path):
+    run, bad = tmp_path / "run", "[red]\x1b[2J\u202ex[/red]"
+    shutil.copytree(folders.base / "cfl", run)
+    result = json.loads((run / "final" / "result.json").read_text())
+    result |= {"metric": bad, "device": bad, "warnings": [bad], "report": bad}
+    (run / "final" / "result.json").write_text(json.dumps(result))
+    config = (run / "config.toml").read_text().replace('"permuted_digits"', json.dumps(bad))
+    (run / "config.toml").write_text(config)
+    code, out, _ = coterie("show", run)
+    assert code == 0 and out.count(r"[red]\x1b[2J\u202ex[/red]") >= 5
+    assert not {"\x1b", "\u202e"} & {*out}
+    with np.load(folders.base / "new.npz") as new:
+        np.savez(tmp_path / "new.npz", x=new["x"], y=new["y"], client=np.full(6, bad))
+    code, out, _ = coterie("assign", folders.base / "ifca", tmp_path / "new.npz")
+    assert code == 0 and r"[red]\x1b[2J\u202ex[/red]" in out and "\x1b" not in out
+    code, _, err = coterie("show", tmp_path / bad)
+    assert code == 2 and r"\x1b[2J" in err and "\x1b" not in err
+
+
+def test_a_small_npz_that_asks_for_much_memory_is_refused(folders, coterie, tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "ALWAYS", 2**20)
+    file = tmp_path / "new.npz"
+    np.savez_compressed(file, x=np.zeros((2**20, 1)))
+    code, _, err = coterie("assign", folders.base / "ifca", file)
+    assert code == 2 and re.fullmatch(r"coterie: .*new.npz has [\d,]+ bytes and unpacks to more than [\d,]+: .*\n", err)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x.npy", header.getvalue() + bytes(80))
+    code, _, err = coterie("assign", folders.base / "ifca", file)
+    assert code == 2 and "x.npy does not hold an array (1000000000000,) of float64" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz", "bz2"])
+def test_a_small_table_that_unpacks_to_much_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(archives, "ALWAYS", 2**20)
+    file = tmp_path / f"table.csv.{suffix}"
+    with {"gz": gzip, "xz": lzma, "bz2": bz2}[suffix].open(file, "wt") as table:
+        table.write("a,b\n" + "1,2\n" * 2**20)
+    with pytest.raises(ValueError, match=rf"table.csv.{suffix} has [\d,]+ bytes and unpacks to more than"):
+        read_table(file)
+    monkeypatch.setattr(archives, "ALWAYS", 2**26)
+    assert len(read_table(file)) == 2**20
+
+
+def test_a_folder_that_leads_back_to_itself_is_looked_through_once(folders, coterie, tmp_path):
+    shutil.copytree(folders.base / "ifca", tmp_path / "runs" / "ifca")
+    for name in ("a", "b", "c"):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / "runs")
+    with guarded():
+        code, _, _ = coterie("report", tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert code == 0
+
+
+def test_an_analysed_table_s_files_are_read_as_carefully(tmp_path, coterie):
+    (tmp_path / "new.csv").write_text("client,x,y\na,1,2\n")
+    for content in ("{}", "[" * 10_000, '{"clients": ["a"]}', '{"clients": 3}'):
+        (tmp_path / "preparation.json").write_text(content)
+        code, _, err = coterie("assign", tmp_path, tmp_path / "new.csv")
+        assert code == 2 and "preparation.json is damaged" in err and err.count("\n") == 1

@@ -31,7 +31,7 @@ from coterie.estimators.serving import Serving, module_value
 from coterie.runs.load import load
 from coterie.runs.run import Run, assign
 from coterie.storage.reading import read_json, read_tensors
-from coterie.storage.snapshot import write_tensors, write_text
+from coterie.storage.snapshot import discard, write_tensors, write_text
 from coterie.tables.column_sums import in_order
 from coterie.tables.preparation import Preparation
 from coterie.tables.rows import as_pandas
@@ -66,7 +66,7 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     part.mkdir(parents=True)
     try:
         yield part
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)
         part.rename(path)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,19 @@ def atomic(path: Path, *, private: bool = False) -> Iterator[Path]:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, if it is there. A kill leaves it whole, or none under its name.
+
+    Args:
+        folder: The folder.
+    """
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)  # left by one that was killed
+    if folder.is_dir():
+        folder.rename(aside)
+        shutil.rmtree(aside)
 
 
 def append_text(path: Path, text: str) -> None:
