@@ -25,7 +25,7 @@ CONFIG = {
     "run": {"rounds": int, "seed": int},
 }
 
-EVENT = {"event": str}
+EVENT = {"event": str, "round?": int}
 ROUND = {
     "round": int, "loss": (None, float), "per_cluster": (None, NUMBERS), "changed": int,
     "moved?": (None, {str: [int]}), "groups": int, "members": (None, [int]), "participants": int, "seconds": float,
@@ -47,8 +47,8 @@ RESULT = {
 }  # fmt: skip
 EACH = ("rows", "labels", "per_client", "losses", "margins", "ids", "groups")  # of which every client has an entry
 
-CHECKPOINT = {"done": int, "memory": dict, "chunks": dict, "state": object}
 DEEPEST = 100  # splits of a tree in each other
+LONG, MUCH = 1e12, 2**60  # seconds, and bytes or numbers, that no run has
 
 
 def wrong_history(history: list[dict[str, Any]]) -> str | None:
@@ -65,6 +65,9 @@ def wrong_history(history: list[dict[str, Any]]) -> str | None:
         others = {name: value for name, value in row.items() if name not in ROUND and f"{name}?" not in ROUND}
         if wrong := misfit(others, {str: (None, float)}):
             return f"round {t}: {wrong}"
+        sent = row["bytes_down"], row["bytes_up"]
+        if not 0 <= row["seconds"] < LONG or min(sent) < 0 or max(sent) >= MUCH:
+            return f"round {t}: no run takes so many seconds or bytes"
         if wrong := _wrong_moves(row.get("moved") or {}):
             return f"round {t}: {wrong}"
     return None
@@ -90,7 +93,7 @@ def wrong_result(result: dict[str, Any]) -> str | None:
         return f"labels are not of {result['clusters']} clusters"
     if min([*result["rows"], *result["row"]], default=0) < 0:
         return "rows and row must be numbers of rows and a shape"
-    if sum(result["rows"]) * math.prod(result["row"]) >= 2**60:
+    if sum(result["rows"]) * math.prod(max(n, 1) for n in result["row"]) >= MUCH:
         return "no machine has so many rows"
     if not all(name.isdecimal() and len(name) < 10 for name in result["per_cluster"]):
         return "per_cluster has a name that is no cluster's"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ from coterie.core.task import Data, Task
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.evaluate import PointScores, Scores, SummedScores
 from coterie.runs.fingerprint import difference, fingerprint
-from coterie.runs.folder import read_checkpoint, read_config, read_fingerprint, read_history, read_models, read_result
+from coterie.runs.folder import (
+    CONFIG,
+    read_checkpoint,
+    read_config,
+    read_fingerprint,
+    read_history,
+    read_models,
+    read_result,
+)
 from coterie.runs.loop import CLIENTS
 from coterie.runs.run import Run
 from coterie.storage.inputs import Inputs
@@ -42,8 +52,9 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
     """
     path = Path(folder)
     result, config = read_result(path), read_config(path)
-    method = _method(config["algorithm"])
-    known, key = task or _task(path, config["task"], result["metric"]), Key.of(config["run"]["seed"]).fold(CLIENTS)
+    with _said_of(path / CONFIG):
+        method, known = _method(config["algorithm"]), task or _task(path, config["task"], result["metric"])
+        key = Key.of(config["run"]["seed"]).fold(CLIENTS)
     engine = Absent(path, _clients(result), known, result["executor"], key)
     if task is not None and (other := difference(read_fingerprint(path), fingerprint(engine))):
         raise ValueError(f"{path} was made with {other}")
@@ -56,6 +67,15 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
     cohort = Cohort(engine, Ledger(memory=content["memory"]))
     margins, warnings = _array(result.get("margins") or [None] * len(cohort)), result.get("warnings", [])
     return Run(method, content["state"], read_history(path), path, cohort, lambda: scores, margins, warnings)
+
+
+@contextmanager
+def _said_of(file: Path) -> Iterator[None]:
+    """Have what is wrong with settings say which file they are from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 class Absent(Engine):
@@ -94,7 +114,7 @@ def _task(path: Path, table: dict[str, Any], metric: str) -> Task:
     if "head" in table:  # the run's own files have the frozen layers
         whole = build_task({n: v for n, v in table.items() if n not in ("from", "head", "trunk")})
         return frozen(whole, read_models(path)[0], table["head"], table)
-    if "model" in table or table["kind"] == "distance":
+    if "model" in table or table.get("kind") == "distance":
         return build_task(table)
 
     def unknown(*_: Any) -> Any:

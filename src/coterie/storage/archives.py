@@ -13,9 +13,8 @@ import numpy as np
 
 from coterie.storage.reading import opened
 
-# What a file unpacks to: this much in any case, and beyond it so many times the size of the file. Rows of data sets
-# take a tenth to a thirtieth of their size where they are compressed; only files that are made for it take a
-# thousandth.
+# What a file unpacks to: this much in any case, and beyond it so many times the size of the file. The tables of the
+# data folder unpack to 2 to 14 times their size; what is made to fill memory, to a thousand times.
 ALWAYS, TIMES = 64 * 2**20, 200
 _ERRORS = (ValueError, OSError, EOFError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 2**30  # bytes of a file of text
+LARGEST_TOML = 2**20  # of one that is parsed in Python, a megabyte in about a second
+DOTS = 1000  # in a key of TOML: the time to parse one grows with the square of their number
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -89,20 +92,21 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most: int = LARGEST) -> str:
     """Return what a file of text holds.
 
     Args:
         path: The file.
+        most: Bytes that it may have.
 
     Raises:
         Damaged: It is no plain file, too large, or not UTF-8.
         Unreadable: The system does not let it be read.
     """
     with opened(path) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise Damaged(f"{path} is damaged: it has more than {LARGEST:,} bytes")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise Damaged(f"{path} is damaged: it has more than {most:,} bytes")
     with _read(path):
         return content.decode("utf-8")
 
@@ -147,8 +151,10 @@ def read_toml(path: Path, shape: Any = object) -> dict[str, Any]:
         Damaged: It is no plain file, too large, no TOML, too deep, or of another shape.
         Unreadable: The system does not let it be read.
     """
-    text = read_text(path)
+    text = read_text(path, LARGEST_TOML)
     with _read(path):
+        if any(part.count(".") > DOTS for part in re.split(r"[=\n,{}\[\]]", text)):
+            raise ValueError(_TOO_DEEP)
         return _checked(tomllib.loads(text), shape)
 
 

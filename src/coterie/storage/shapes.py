@@ -57,11 +57,11 @@ def too_deep(value: Any) -> bool:
 def _in_list(value: Any, entry: Any, where: str) -> str | None:
     if not isinstance(value, list):
         return f"{where} must be a list"
-    plain = [_TYPES.get(each) for each in (entry if isinstance(entry, tuple) else (entry,)) if _hashable(each)]
-    if plain and all(plain) and isinstance(entry, tuple | type):  # of numbers there may be millions
-        allowed = set().union(*(types or () for types in plain))
+    kinds = entry if isinstance(entry, tuple) else (entry,)
+    if all(isinstance(kind, type | None) and kind in _TYPES for kind in kinds):  # of numbers there may be millions
         numbers = [x for x in value if type(x) is int]
-        fine = set(map(type, value)) <= allowed and -WHOLE < min(numbers, default=0) <= max(numbers, default=0) < WHOLE
+        fits = set(map(type, value)) <= set().union(*(_TYPES[kind] for kind in kinds))
+        fine = fits and -WHOLE < min(numbers, default=0) <= max(numbers, default=0) < WHOLE
         return None if fine else f"{where} must be a list, each entry {_told(entry)}"
     return next((bad for i, x in enumerate(value) if (bad := misfit(x, entry, f"{where}[{i}]"))), None)
 
@@ -84,10 +84,6 @@ def _in_table(value: Any, shape: dict[Any, Any], where: str) -> str | None:
 
 def _is(value: Any, types: set[type]) -> bool:
     return type(value) in types and (type(value) is not int or -WHOLE < value < WHOLE)
-
-
-def _hashable(shape: Any) -> bool:
-    return shape is None or isinstance(shape, type)
 
 
 def _told(shape: Any) -> str:
