@@ -338,7 +338,18 @@ def test_a_disguise_changes_nothing_but_what_the_server_sees():
         assert set(state.theta) == {"disguised"}
 
 
-@pytest.mark.parametrize("settings", [{"privacy": "permutation"}, {"privacy": "rotation"}, {"sketch": 100}])
+def test_a_disguise_needs_a_secret_and_none_is_public():
+    with pytest.raises(ValueError, match=r"CFL: privacy = 'rotation' needs a secret that only clients know") as error:
+        ct.fit(ct.CFL(privacy="rotation"), digits_task, permuted(), rounds=1)
+    with pytest.raises(ValueError) as other:
+        ct.fit(ct.CFL(privacy="rotation"), digits_task, permuted(), rounds=1)
+    drawn = [int(str(e.value).rpartition(" ")[2]) for e in (error, other)]
+    assert drawn[0] != drawn[1] and max(drawn) > 2**40  # drawn anew, and not to be guessed
+
+
+@pytest.mark.parametrize(
+    "settings", [{"privacy": "permutation", "secret": 5}, {"privacy": "rotation", "secret": 5}, {"sketch": 100}]
+)
 def test_nothing_is_drawn_inside_vmap(settings, tmp_path, caplog):
     """As in a new process that goes on with a run, where no map has been made yet."""
     caplog.set_level(logging.INFO, "coterie")

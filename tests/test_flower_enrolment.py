@@ -230,7 +230,7 @@ def test_clients_that_join_a_settled_ifca_are_sent_their_own_model(task, sites):
 
 @pytest.mark.parametrize("privacy", ["none", "rotation"])
 def test_clients_that_join_cfl_walk_down_the_tree(privacy, task, ragged, sites, tmp_path):
-    algorithm = ct.CFL(schedule=(2, 5), patience=1, holdout=0.0, privacy=privacy)
+    algorithm = ct.CFL(schedule=(2, 5), patience=1, holdout=0.0, privacy=privacy, secret=7)
     run = sites.fit(algorithm, task, 8, {6: [lambda: sites.start(2, 7)]}, out=tmp_path / "run")
     parts = [range(6)] * 6 + [range(12)] * 2
     assert [row["participants"] for row in run.history] == [len(part) for part in parts]

@@ -8,6 +8,8 @@ import torch
 
 import coterie as ct
 from coterie.core.key import Key
+from coterie.core.local import each_nearest, nearest
+from coterie.core.task import Data
 from coterie.engines import ENGINES, simulated
 from coterie.methods.ifca import State
 from coterie.parts.starts import Start
@@ -251,3 +253,22 @@ def test_bad_settings(settings, message):
 def test_the_default_start_is_a_tournament_unless_parameters_are_shared(shared, start):
     with pytest.raises(ValueError, match=f"secure sum: {start}.train"):
         ct.fit(ct.IFCA(2, shared=shared), LINE, line(0, 0, 5, 5, rows=5), rounds=1, secure=ct.SecureSum())
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vmap", "vectorised"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_nobody_chooses_a_model_whose_loss_is_nan(executor, lost):
+    """For torch, NaN is less than any number."""
+    task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+    federation = ct.data.rotated_digits(8, seed=0)
+    run = ct.fit(ct.IFCA(2, restarts=1), task, federation, rounds=1, executor=executor, device="cpu")
+    spoilt = {n: x.clone().index_fill_(1, torch.tensor([lost]), torch.nan) for n, x in run.state.theta.items()}
+    state = run.state._replace(theta=spoilt)
+    x, y = federation.train.client(0)
+    theta, rows = {n: x[0] for n, x in spoilt.items()}, Data(x, y, torch.ones(len(y)))
+    label, loss = nearest(task, theta, rows)
+    assert int(label) == run.algorithm.assign(state, task, rows) == 1 - lost and bool(torch.isfinite(loss))
+    assert each_nearest(task, theta, rows).unique().tolist() == [1 - lost]
+    assert set(run.algorithm.place(state, run._cohort.at(0)).tolist()) == {1 - lost}
+    after, _ = run.algorithm.round(state, run._cohort.at(1))  # the choice that is fused with training
+    assert set(after.labels[0].tolist()) == {1 - lost}

@@ -196,7 +196,7 @@ def test_femnist_that_cannot_be_used(home):
     with pytest.raises(ValueError, match=f"{path} is damaged"):
         ct.data.femnist()
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=f"{path} cannot be read as arrays images, labels") as error:
+    with pytest.raises(ValueError, match=f"{path} cannot be read as .npz") as error:
         ct.data.femnist()
     assert "\n" not in str(error.value)
 

@@ -16,6 +16,7 @@ import coterie as ct
 from coterie.runs import folder as record
 from coterie.runs.evaluate import Scores
 from coterie.storage import snapshot
+from coterie.storage.reading import read_tensors
 
 TASK = ct.Task.classifier(ct.models.MLP(64, 16, 10))
 
@@ -42,6 +43,39 @@ for folder in sys.argv[2:]:
 """
 
 
+# Overwrites copies of a run, each in a process that is killed at a later change of the disk, until one is not.
+KILLED_OVERWRITING = """
+import itertools, os, pathlib, shutil, signal, sys
+import torch
+torch.set_num_threads(1)
+import coterie as ct
+task, digits = ct.Task.classifier(ct.models.MLP(64, 16, 10)), ct.data.rotated_digits(4, seed=0)
+ct.fit
+
+def watched(owner, name):
+    change = getattr(owner, name)
+    def changed(*args, **kwargs):
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left.pop()
+        return change(*args, **kwargs)
+    setattr(owner, name, changed)
+
+for step in itertools.count():
+    out = pathlib.Path(sys.argv[1]) / str(step) / "run"
+    shutil.copytree(out.parent.parent / "old", out)
+    if (child := os.fork()) == 0:
+        left = list(range(step))
+        for owner, name in ((pathlib.Path, "rename"), (pathlib.Path, "replace"), (os, "unlink"), (os, "rmdir"),
+                            (os, "open"), (os, "mkdir")):
+            watched(owner, name)
+        ct.fit(ct.FedAvg(), task, digits, rounds=1, seed=2, out=out, overwrite=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+"""
+
+
 @pytest.fixture(scope="module")
 def digits():
     return ct.data.rotated_digits(16, seed=0)
@@ -64,9 +98,9 @@ def next_run_at(lines, done):
     return number
 
 
-def finish(path, digits, resume=False):
+def finish(path, digits, **options):
     """The rest of it, or all, in this process and without pauses."""
-    ct.fit(ct.IFCA(4, patience=2), TASK, digits, rounds=12, seed=5, out=path, resume=resume)
+    return ct.fit(ct.IFCA(4, patience=2), TASK, digits, rounds=12, seed=5, out=path, **options)
 
 
 def test_what_a_run_gives(run, digits):
@@ -107,9 +141,14 @@ def test_a_new_client_is_assigned_to_its_group(run):
         run.assign(np.zeros((3, 5)), np.zeros(3, dtype=int))
 
 
-def test_choosing_on_test_rows_is_explicit(run):
-    assert run.scores.chosen_on == "train"
-    assert run.evaluate(choose_on="test").chosen_on == "test"
+def test_choosing_on_test_rows_is_explicit(run, digits):
+    pairs = [[part.client(i) for i in range(16)] for part in (digits.train, digits.part("test"))]
+    turned = ct.Federation.from_clients(pairs[0], test=pairs[1][4:] + pairs[1][:4])  # the test rows of the next group
+    honest, peeking = (run.evaluate(choose_on=part, federation=turned) for part in ("train", "test"))
+    assert honest.labels.tolist() == run.labels.tolist()  # the test rows only score
+    assert peeking.labels.tolist() == np.roll(run.labels, -4).tolist()
+    assert honest.mean < 0.6 < 0.8 < peeking.mean
+    assert (run.scores.chosen_on, honest.chosen_on, peeking.chosen_on) == ("train", "train", "test")
     with pytest.raises(ValueError, match="choose_on must be"):
         run.evaluate(choose_on="both")
 
@@ -234,6 +273,41 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(tmp_path, digits, mo
     assert len(list((tmp_path / "a" / "checkpoints").glob("round-*.safetensors"))) == 2
 
 
+def test_one_flipped_bit_of_a_checkpoint_is_noticed(tmp_path, digits, caplog):
+    algorithm = ct.FedAvg(batch=8)
+    whole = ct.fit(algorithm, TASK, digits, rounds=4, out=tmp_path / "whole")
+    ct.fit(algorithm, TASK, digits, rounds=3, out=tmp_path / "cut")
+    last = tmp_path / "cut" / "checkpoints" / "round-000003.safetensors"
+    content = bytearray(last.read_bytes())
+    content[-99] ^= 1  # of a weight, the last of the file
+    last.write_bytes(content)
+    resumed = ct.fit(algorithm, TASK, digits, rounds=4, out=tmp_path / "cut", resume=True)
+    assert "round-000003.safetensors is damaged and set aside; falling back" in caplog.text
+    assert all(torch.equal(whole.models[0][n], resumed.models[0][n]) for n in whole.models[0])
+    with pytest.raises(snapshot.Damaged, match=r"round-000003\.damaged is damaged \(its digest is another\)"):
+        snapshot.load(last.with_suffix(".damaged"), snapshot.named_tuples(algorithm))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_checkpoint_whose_models_are_not_finite_is_damaged(tmp_path, digits, caplog, value):
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "a")
+    last = tmp_path / "a" / "checkpoints" / "round-000002.safetensors"
+    content = snapshot.load(last, snapshot.named_tuples(ct.FedAvg()))
+    next(iter(content["state"].theta.values())).view(-1)[7] = value
+    snapshot.save(last, content)
+    assert len(ct.fit(ct.FedAvg(), TASK, digits, rounds=3, out=tmp_path / "a", resume=True).history) == 3
+    assert "round-000002.safetensors is damaged and set aside" in caplog.text
+
+
+def test_a_checkpoint_from_before_digests_is_taken_as_it_is(tmp_path, digits, caplog):
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "a")
+    last = tmp_path / "a" / "checkpoints" / "round-000002.safetensors"
+    tensors, header = read_tensors(last)
+    snapshot.write_tensors(last, tensors, {"tree": header["tree"]})
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=3, out=tmp_path / "a", resume=True)
+    assert "damaged" not in caplog.text
+
+
 def test_every_checkpoint_damaged_means_starting_again(tmp_path, digits):
     ct.fit(ct.FedAvg(), TASK, digits, rounds=2, out=tmp_path / "a")
     for file in (tmp_path / "a" / "checkpoints").iterdir():
@@ -254,6 +328,33 @@ def test_a_folder_is_never_written_over(tmp_path, digits):
         ct.fit(ct.FedAvg(), TASK, digits, rounds=1, out=tmp_path / "b")
     with pytest.raises(ValueError, match=r"was made with algorithm.lr = 0.1, now it is 0.2"):
         ct.fit(ct.FedAvg(lr=0.2), TASK, digits, rounds=2, out=tmp_path / "a", resume=True)
+
+
+def test_only_one_run_writes_to_a_folder(tmp_path, digits):
+    out = tmp_path / "run"
+    with slow(0.5, out) as process:
+        number = next_run_at(process.stdout, 2)
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(ValueError, match=r"run: another run is writing to this folder"):
+                finish(out, digits, **options)
+        os.kill(number, signal.SIGKILL)  # and the lock with it
+    assert len(finish(out, digits, resume=True).history) == 12
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_overwriting_that_is_killed_at_any_step_blocks_nothing(tmp_path):
+    digits = ct.data.rotated_digits(4, seed=0)
+    ct.fit(ct.FedAvg(), TASK, digits, rounds=1, seed=1, out=tmp_path / "old")
+    old = (tmp_path / "old" / "final" / "result.json").read_bytes()
+    subprocess.run([sys.executable, "-c", KILLED_OVERWRITING, str(tmp_path)], check=True, timeout=300)
+    steps = sorted((p for p in tmp_path.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+    assert len(steps) > 10
+    for step in steps:
+        results = [p for p in (step / "run", step / ".run.old") if (p / "final" / "result.json").is_file()]
+        begun = (step / "run" / "config.toml").is_file() and record.read_config(step / "run")["run"]["seed"] == 2
+        assert begun or any((p / "final" / "result.json").read_bytes() == old for p in results), step.name
+        ct.fit(ct.FedAvg(), TASK, digits, rounds=1, seed=3, out=step / "run", overwrite=True)
+        assert record.read_config(step / "run")["run"]["seed"] == 3 and [p.name for p in step.iterdir()] == ["run"]
 
 
 def test_a_diverged_run_stops_and_keeps_the_last_good_state(tmp_path, digits):

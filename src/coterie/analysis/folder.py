@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from scipy.special import softmax
 
 from coterie.analysis.report import write_report
@@ -31,7 +30,8 @@ from coterie.estimators.clients import UNKNOWN
 from coterie.estimators.serving import Serving, module_value
 from coterie.runs.load import load
 from coterie.runs.run import Run, assign
-from coterie.storage.snapshot import write_tensors, write_text
+from coterie.storage.reading import read_json, read_tensors
+from coterie.storage.snapshot import discard, write_tensors, write_text
 from coterie.tables.column_sums import in_order
 from coterie.tables.preparation import Preparation
 from coterie.tables.rows import as_pandas
@@ -66,7 +66,7 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     part.mkdir(parents=True)
     try:
         yield part
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)
         part.rename(path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -204,24 +204,22 @@ def read_preparation(folder: Path) -> tuple[Preparation, list[str]]:
     if not path.is_file():
         raise ValueError(f"{folder} is no folder that `coterie fit` has written: it has no {PREPARATION}")
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = read_json(path, {"clients": [str]})
         return Preparation.from_plain(table), [str(name) for name in table["clients"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from None
 
 
 def _serving(folder: Path) -> Serving:
-    from safetensors.torch import load_file
-
     path = folder / SERVING
+    tensors, _ = read_tensors(path)
     try:
-        tensors = load_file(path)
         own = {n.removeprefix(OWN): x for n, x in tensors.items() if n.startswith(OWN)}
         models = {n.removeprefix(SHARED): x for n, x in tensors.items() if n.startswith(SHARED)}
         population, which, shares = (tensors[name].numpy() for name in ("population", "which", "shares"))
         return Serving(models, population, own or None, which, shares)
-    except (OSError, SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged (it has no {error})") from None
 
 
 def _model(folder: Path) -> Run:
@@ -233,7 +231,7 @@ def _model(folder: Path) -> Run:
 
 def _grouped(folder: Path) -> Run | None:
     """The run that knows the groups; None where there is one group."""
-    if json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["groups"] == 1:
+    if read_json(folder / SUMMARY, {"groups": int})["groups"] == 1:
         return None
     return load(folder / FOUND) if (folder / FOUND).is_dir() else _model(folder)
 

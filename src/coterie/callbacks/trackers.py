@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from coterie.core.registry import register
 from coterie.runs.compare import flattened, short
 from coterie.runs.run import Run
-from coterie.storage import snapshot
+from coterie.storage import reading, snapshot
 
 NOTES = "trackers.json"  # in a run folder: what each tracker has logged
 LONGEST = 500  # characters of a text that every version of MLflow takes
@@ -77,7 +77,7 @@ class _Tracker(ABC):
     def _open(self, settings: Settings, run: Run) -> _Logged:
         """Begin to log, or go on where an earlier part of the run has ended."""
         noted = _notes(run.path).get(self._name())
-        before = _Logged(**noted) if noted else None
+        before = _Logged(noted["id"], noted["rounds"], noted["final"]) if noted else None
         name = run.path.resolve().name if run.path else type(run.algorithm).__name__
         found = self._connect(settings, name, run.path, before and before.id)
         return before or _Logged(found)
@@ -259,8 +259,8 @@ class WandB(_Tracker):
 
 def _notes(path: Path | None) -> dict[str, Any]:
     """What trackers have logged of the run in a folder, by their names."""
-    file = path and path / NOTES
-    return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
+    shape = {str: {"id": str, "rounds": int, "final": int}}
+    return reading.read_json(path / NOTES, shape) if path and reading.is_there(path / NOTES) else {}
 
 
 def _numbers(row: dict[str, Any], metric: str) -> dict[str, float]:

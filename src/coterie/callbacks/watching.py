@@ -11,7 +11,7 @@ from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.runs.folder import write_models
 from coterie.runs.run import Run
-from coterie.storage import snapshot
+from coterie.storage import reading, snapshot
 
 HIGHER = ("accuracy", "score", "ari", "nmi", "purity", "matched")  # of these more is better, of all others less
 BEST = "best.json"
@@ -89,7 +89,8 @@ class Checkpoint:
         file = folder / BEST
         found = row["per_cluster"] if self.each == "cluster" else [row[watch]] * len(models)
         new = [{"round": row["round"], watch: value} for value in found or []]
-        old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and row["round"] > 1 else []
+        shape = [{"round": int, f"{watch}?": (None, float)}]
+        old = reading.read_json(file, shape) if row["round"] > 1 and reading.is_there(file) else []
         if self.each == "run" and old and not self._better(new[0], old[0], watch):
             return
         better = [self.each == "run" or j >= len(old) or self._better(own, old[j], watch) for j, own in enumerate(new)]

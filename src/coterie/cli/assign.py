@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from coterie.runs.folder import read_config, read_result
 from coterie.runs.load import load
 from coterie.runs.run import Run, assign
 from coterie.storage import snapshot
+from coterie.storage.archives import read_npz
 from coterie.storage.tables import Names, order
 from coterie.tables.reading import read_table
 
@@ -133,11 +133,7 @@ def _read(path: Path, *, targets: bool, columns: Names | None) -> tuple[np.ndarr
 
 
 def _read_npz(path: Path, targets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    except (ValueError, OSError, zipfile.BadZipFile):
-        raise ValueError(f"{path} cannot be read as .npz") from None
+    arrays = read_npz(path)
     needed = ["x", "y"] if targets else ["x"]
     if not set(needed) <= set(arrays):
         what = "arrays x and y" if targets else "an array x"

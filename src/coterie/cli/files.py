@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from coterie.storage import reading
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a configuration.
@@ -16,10 +18,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
+    text = reading.read_text(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.console import Group as Column
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +23,19 @@ from coterie.runs.folder import read_config, read_history, read_result
 from coterie.runs.view import View
 from coterie.storage.names import printable
 
-console = Console()
+
+class PlainConsole(Console):
+    """A console to which names that others gave are only text: no markup, and nothing in them steers the terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a string, or the cell of a table, as it is printed."""
+        return super().render_str(printable(text), **options)
+
+
+console = PlainConsole()
 PAUSE = 1.0  # seconds between two looks at a run that is watched
 
 
@@ -93,12 +104,12 @@ def _page(view: View) -> Column:
     if view.sizes:
         parts.append(_clusters(view))
     if view.tree:
-        parts.append(Text("\n".join(drawn(view.tree)) + "\n"))
+        parts.append(_text("\n".join(drawn(view.tree)) + "\n"))
     if view.result and view.result.get("report"):
-        parts.append(Text(view.result["report"] + "\n"))
+        parts.append(_text(view.result["report"] + "\n"))
     if view.history:
         parts.append(_rounds(view.history, view.metric))
-    return Column(*parts, Text(f"settings: {view.config['algorithm']}", style="dim"))
+    return Column(*parts, _text(f"settings: {view.config['algorithm']}", style="dim"))
 
 
 def _rounds(history: list[dict[str, Any]], metric: str) -> Table:
@@ -191,7 +202,7 @@ def demo(rows: list[dict[str, Any]], out: Path) -> None:
         out: The demo's folder.
     """
     names = {"global": "one model for all (FedAvg)", "local": "one model each", "ifca": "one model per group (IFCA)"}
-    console.print("[bold]80 clients, 4 hidden groups[/bold]")
+    console.print("80 clients, 4 hidden groups", style="bold")
     table = _table("", ">accuracy", ">ARI", ">sent down", ">sent up", ">seconds")
     for r in rows:
         cells = (f"{r['accuracy']:.3f}", _number(r["ari"]), in_bytes(r["bytes_down"]), in_bytes(r["bytes_up"]))
@@ -215,7 +226,7 @@ def assigned(found: list[dict[str, Any]]) -> None:
     cluster = "group" if "group" in found[0] else "cluster"
     table = _table("client", ">rows", f">{cluster}")
     for row in found:
-        table.add_row(Text(printable(row["client"])), str(row["rows"]), str(row[cluster]))
+        table.add_row(_text(row["client"]), str(row["rows"]), str(row[cluster]))
     console.print(table)
 
 
@@ -225,7 +236,7 @@ def _assigned_points(found: list[dict[str, Any]]) -> Table:
         clients = Counter(row["client"] for row in found if row["cluster"] == j)
         more = f" and {len(clients) - 4} more" if len(clients) > 4 else ""
         listed = ", ".join(f"{name} ({n})" for name, n in clients.most_common(4))
-        table.add_row(str(j), str(clients.total()), Text(printable(listed + more)))
+        table.add_row(str(j), str(clients.total()), _text(listed + more))
     return table
 
 
@@ -235,7 +246,7 @@ def text(content: str) -> None:
     Args:
         content: The text.
     """
-    console.print(printable(content), highlight=False, markup=False, soft_wrap=True)
+    console.print(content, highlight=False, soft_wrap=True)
 
 
 def experiment(result: dict[str, Any]) -> None:
@@ -244,7 +255,7 @@ def experiment(result: dict[str, Any]) -> None:
     Args:
         result: The result of the experiment.
     """
-    console.print(f"[bold]{result['name']}[/bold]  {result['title']}")
+    console.print(_text(result["name"], style="bold"), result["title"], sep="  ")
     rows = result["rows"]
     same = [n for n in rows[0] if len(rows) > 1 and all(r[n] == rows[0][n] for r in rows)]
     if common := [f"{n} {rows[0][n]}" for n in same if rows[0][n] is not None]:
@@ -267,7 +278,7 @@ def speeds(rows: list[dict[str, Any]]) -> None:
         rows: The measurements.
     """
     for work in dict.fromkeys(r["workload"] for r in rows):
-        console.print(f"\n[bold]{work}[/bold]")
+        console.print(f"\n{work}", style="bold")
         table = _table("way", ">seconds", ">times the loop", ">floors", ">peak MiB", ">rel. difference")
         for r in (r for r in rows if r["workload"] == work):
             peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
@@ -345,19 +356,26 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _run_lines(view: View) -> str:
+def _run_lines(view: View) -> Text:
     r = view.result
-    score = [] if view.score is None else [f"[bold]{escape(view.metric)} {view.score:.4f}[/bold]"]
-    parts = [f"[bold]{escape(view.name)}[/bold]"]
+    score = [] if view.score is None else [_text(f"{view.metric} {view.score:.4f}", style="bold")]
+    parts = [_text(view.name, style="bold")]
     if r is None:
-        return "\n".join([*parts, f"[yellow]{view.standing}[/yellow]", *score])
-    parts += [f"{len(r['labels'])} clients, {len(view.history)} rounds, {r['seconds']:.1f} s on {r['device']}", *score]
+        return Text("\n").join([*parts, _text(view.standing or "", style="yellow"), *score])
+    clients = f"{len(r['labels'])} clients, {len(view.history)} rounds"
+    parts += [_text(f"{clients}, {r['seconds']:.1f} s on {r['device']}"), *score]
     if r.get("worst_decile") is not None:
-        parts.append(f"worst tenth of the clients {r['worst_decile']:.4f}")
+        parts.append(_text(f"worst tenth of the clients {r['worst_decile']:.4f}"))
     if "ari" in r:
-        parts.append(f"ARI {r['ari']:.3f}, NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}")
-    parts += [f"[yellow]warning: {escape(warning)}[/yellow]" for warning in r.get("warnings", [])]
-    return "\n".join(parts)
+        figures = f"NMI {r['nmi']:.3f}, purity {r['purity']:.3f}, matched {r['matched']:.3f}"
+        parts.append(_text(f"ARI {r['ari']:.3f}, {figures}"))
+    parts += [_text(f"warning: {warning}", style="yellow") for warning in r.get("warnings", [])]
+    return Text("\n").join(parts)
+
+
+def _text(content: str, style: str = "") -> Text:
+    """Text in one style, highlighted nowhere."""
+    return Text(printable(content), style)
 
 
 def _spread(spread: Spread | None, digits: int) -> str:

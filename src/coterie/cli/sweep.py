@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ from coterie.cli.values import name_and_value, parse_values
 from coterie.engines import ranks
 from coterie.runs.compare import SEED, group_runs, is_finished
 from coterie.runs.sweep import DESCRIPTION, Point, check, default_jobs, describe_sweep, execute, points_of
+from coterie.storage.snapshot import discard
 
 
 def sweep(
@@ -45,7 +45,7 @@ def sweep(
     check(points)
     where = out or Path("runs") / f"{config.stem}-sweep"
     if overwrite and (where / DESCRIPTION).is_file():
-        shutil.rmtree(where)
+        discard(where)
     describe_sweep(where, tables, {"file": config.name, "grid": grid or [], "seeds": seeds})
     failed = _execute(points, where, jobs or default_jobs(points))
     if groups := group_runs(where / point.name for point in points if is_finished(where / point.name)):
@@ -77,7 +77,7 @@ def _execute(points: list[Point], folder: Path, jobs: int) -> dict[str, str]:
     left = [point for point in points if not is_finished(folder / point.name)]
     failed: dict[str, str] = {}
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("runs{task.fields[failed]}"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from coterie.core.federation import Federation, Packed
 from coterie.data.leaf import read_leaf
 from coterie.data.source import NO_DATA, dataset, folder
+from coterie.storage.archives import read_npz
 
 _HOME = "https://github.com/TalwalkarLab/leaf"
 _SIDE, _CLASSES = 28, 62
@@ -70,11 +69,10 @@ def _images(federation: Federation, path: Path) -> Federation:
 
 def _compact(path: Path) -> Federation:
     """Read a compact file, writer by writer."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            images, labels, writer, split, dup, names = (arrays[name] for name in _ARRAYS)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read as arrays {', '.join(_ARRAYS)} ({error})") from None
+    arrays = read_npz(path)
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise ValueError(f"{path} has no array {missing[0]}; FEMNIST has {', '.join(_ARRAYS)}")
+    images, labels, writer, split, dup, names = (arrays[name] for name in _ARRAYS)
     lengths = {len(images), len(labels), len(writer), len(split), len(dup)}
     if len(lengths) > 1 or images.dtype != np.uint8 or not 0 <= writer.min() <= writer.max() < len(names):
         raise ValueError(f"{path} is damaged: its arrays do not belong together")

@@ -16,6 +16,7 @@ from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.data.source import NO_DATA, dataset, folder
 from coterie.storage.names import nearest_name
+from coterie.tables.reading import open_text
 
 Columns = dict[str, np.ndarray]
 
@@ -123,7 +124,8 @@ def _read(path: Path, spec: Panel) -> Columns:
     import pandas as pd  # takes half a second, and only tables need it
 
     try:
-        frame: Any = pd.read_csv(path)
+        with open_text(path) as file:
+            frame: Any = pd.read_csv(file)
     except (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:  # pandas' own errors are ValueErrors
         raise ValueError(f"{path} is not a table of comma-separated values ({error})") from error
     frame = frame.rename(columns={old: new for old, new in spec.old.items() if new not in frame})

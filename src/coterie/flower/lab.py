@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.flower.credentials import make_certificates, make_node_key
-from coterie.flower.lock import Held, alone
+from coterie.storage.lock import Held, alone
 from coterie.storage.snapshot import write_text
 
 LINK = "superlink"

@@ -29,7 +29,6 @@ from coterie.flower.data_file import find_data_file
 from coterie.flower.engine import FlowerEngine
 from coterie.flower.enrolment import enrol, plain_task
 from coterie.flower.grid import Grid, wait_for
-from coterie.flower.lock import Held, alone
 from coterie.flower.membership import FlowerMembership
 from coterie.flower.roster import Roster
 from coterie.flower.secure_engine import SecureFlower
@@ -37,6 +36,7 @@ from coterie.runs.config import build_algorithm, build_run, build_task
 from coterie.runs.fit import check_uplink, fit_on
 from coterie.runs.folder import read_roster
 from coterie.runs.run import Run
+from coterie.storage.lock import Held, alone
 from coterie.storage.names import nearest_name
 
 log = logging.getLogger("coterie")

@@ -89,6 +89,7 @@ class CFL(Stationarity, Method):
         if self.gamma_max >= 1:
             raise ValueError(f"CFL: gamma_max must be at least 0 and below 1, got {self.gamma_max:g}")
         self.check_schedule()
+        self.check_secret()
         if task.moving and (self.privacy != "none" or self.sketch):
             raise ValueError("CFL: privacy and sketch are not possible with BatchNorm's statistics; use GroupNorm")
         theta, m = task.init(key.fold(0)), cohort.population

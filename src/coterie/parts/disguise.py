@@ -7,6 +7,7 @@ share a secret seed can therefore send P Δθ in place of Δθ.
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -136,17 +137,29 @@ class Privacy:
     Args:
         privacy: Clients send updates through a secret "permutation" of all coordinates, or "rotation"; the server never
             sees a model or an update without it.
-        secret: The seed of it, which only clients know.
+        secret: The seed of it, which only clients know. There is none by default, because everybody would know it.
         sketch: Compare random projections of this length; the server then sees sums and projections only.
     """
 
     privacy: Kind = "none"
-    secret: int = setting(0, low=0)
+    secret: int | None = setting(None, low=0)
     sketch: int | None = setting(None, low=2)
 
     def disguise(self, shapes: Shapes) -> Disguise:
         """The map P for models of these shapes."""
-        return Disguise(self.privacy, self.secret, tuple((name, tuple(shape)) for name, shape in shapes))
+        return Disguise(self.privacy, self.secret or 0, tuple((name, tuple(shape)) for name, shape in shapes))
+
+    def check_secret(self) -> None:
+        """Refuse to disguise by a seed that everybody knows.
+
+        Raises:
+            ValueError: There is a disguise and no secret.
+        """
+        if self.privacy != "none" and self.secret is None:
+            raise ValueError(
+                f"{type(self).__name__}: privacy = '{self.privacy}' needs a secret that only clients know, such as one "
+                f"that was just drawn: secret = {secrets.randbits(62)}"
+            )
 
     def maps(self, task: Task, longest: int | None = None) -> tuple[Disguise, Callable[[Params], Tensor]]:
         """The map P for a task's models, and what is compared of a disguised update: all of it, or its sketch.

@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 from coterie.storage.names import printable
 
 WIDTH, HEIGHT = 520, 280  # of a chart, in its own units: text of 13 of them is legible on a phone as on a desk
+SMALL = 1e-300  # an axis that is shorter, or longer than its inverse, has no round numbers
 POINTS = 400  # of a line at most: more than a chart has room for
 KEYS = 12  # names of a legend at most; the others are counted
 LONGEST = 58  # letters of one of them
@@ -59,7 +60,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
         >>> ticks(0.0, 47.0)
         [0.0, 10.0, 20.0, 30.0, 40.0]
     """
-    if not high > low:
+    if not SMALL < high - low < 1 / SMALL:  # nor one that is not finite
         return [low]
     rough = (high - low) / most
     size = 10.0 ** math.floor(math.log10(rough))

@@ -31,6 +31,7 @@ from coterie.runs.fit import fit
 from coterie.runs.run import Run
 from coterie.runs.side_by_side import can_copy, most_jobs, side_by_side
 from coterie.runs.splitting import Split, split
+from coterie.storage.reading import read_json
 from coterie.storage.snapshot import write_text
 
 CELLS = "cells"
@@ -232,7 +233,7 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 def _read(file: Path) -> Cell:
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = read_json(file, {})
         arrays = {name: np.array(stored[name], dtype=float) for name in ("score", "error")}
         return Cell(**{**stored, **arrays, "new": np.array(stored["new"]), "warnings": tuple(stored["warnings"])})
     except (ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from coterie.runs.folder import read_config, read_history, read_result
+from coterie.runs.folder import finished, is_run, read_config, read_history, read_result
 
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 SEED = "run.seed"
@@ -164,7 +164,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for path in paths:
-        runs = _within(path) if path.is_dir() else []
+        runs = _within(path, set()) if path.is_dir() else []
         if not runs:
             raise ValueError(f"{path} is not a run folder: it has no config.toml, and contains no run folder")
         for run in runs:
@@ -178,7 +178,7 @@ def is_finished(path: Path) -> bool:
     Args:
         path: The run folder.
     """
-    return (path / "final" / "result.json").is_file()
+    return finished(path)
 
 
 def group_runs(paths: Iterable[Path]) -> list[Group]:
@@ -249,12 +249,13 @@ def short(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _within(path: Path) -> list[Path]:
-    """List the run folders in a folder; k=10 comes after k=2."""
-    if (path / "config.toml").is_file():
+def _within(path: Path, seen: set[Path]) -> list[Path]:
+    """List the run folders in a folder; k=10 comes after k=2. Links may lead back to folders that were seen."""
+    if is_run(path):
         return [path]
+    seen.add(path.resolve())
     below = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
-    return [run for folder in sorted(below, key=_in_order) for run in _within(folder)]
+    return [run for p in sorted(below, key=_in_order) if p.resolve() not in seen for run in _within(p, seen)]
 
 
 def _in_order(path: Path) -> list[tuple[float, str]]:

@@ -23,7 +23,7 @@ from coterie.engines import find_device, find_engine
 from coterie.runs.arguments import check_callbacks, check_federation, check_method, check_task
 from coterie.runs.config import describe, describe_uplink
 from coterie.runs.fingerprint import fingerprint
-from coterie.runs.folder import Onlooker, Record, set_aside
+from coterie.runs.folder import Onlooker, Record, alone_in
 from coterie.runs.loop import CLIENTS, Loop
 from coterie.runs.progress import Progress
 from coterie.runs.run import Run
@@ -169,7 +169,7 @@ def fit_on(
     name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
     progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
     every = math.ceil(rounds / evaluations)
-    with set_aside(Path(out)) if out and overwrite and engine.leads else nullcontext():
+    with alone_in(Path(out), overwrite=overwrite) if out and engine.leads else nullcontext():
         record = None
         if out:
             record = Record(out, config, fingerprint(engine), resume=resume) if engine.leads else Onlooker(out)

@@ -17,16 +17,22 @@ import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from coterie.core.method import Method
 from coterie.core.pytree import Params
+from coterie.core.task import Task
+from coterie.runs import contents
 from coterie.runs.fingerprint import difference
 from coterie.runs.provenance import provenance
-from coterie.storage import snapshot
+from coterie.storage import reading, snapshot
+from coterie.storage.lock import Held, alone
+from coterie.storage.reading import Damaged
 
-ROSTER, RESULT, FINGERPRINT = "roster.json", "final/result.json", "fingerprint.json"
+CONFIG, EVENTS, RESULT = "config.toml", "events.jsonl", "final/result.json"
+ROSTER, FINGERPRINT = "roster.json", "fingerprint.json"
 KEPT = 2  # checkpoints: the one before is there should the last be damaged
 PACE = 10  # a checkpoint is written once it is this many times cheaper than the work since the last
 
@@ -41,19 +47,19 @@ class Record:
         self.config, self.fingerprint = config, fingerprint
         self._cost = 0.0
         self._last = time.monotonic()
-        if (self.path / "config.toml").exists():
+        if is_run(self.path):
             if not resume:
                 raise ValueError(f"{self.path} already holds a run; resume it, overwrite it, or choose another folder")
             _check_same(read_config(self.path), config, self.path)
             if other := difference(read_fingerprint(self.path), fingerprint):
                 raise ValueError(f"{self.path} was made with {other}; a run can only be resumed as it was begun")
-        elif self.path.exists() and (not self.path.is_dir() or _foreign(self.path)):
+        elif _foreign(self.path):
             raise ValueError(f"{self.path} exists and is not a run folder; choose another")
 
     def begin(self) -> None:
-        """Write the configuration: from now on the folder holds a run."""
+        """Write the configuration, before anything else: from now on the folder holds a run."""
+        snapshot.write_text(self.path / CONFIG, to_toml(self.config))
         snapshot.write_text(self.path / FINGERPRINT, json.dumps(self.fingerprint, indent=1) + "\n")
-        snapshot.write_text(self.path / "config.toml", to_toml(self.config))
         self.event("start", **provenance())
 
     def roster(self, content: Any) -> None:
@@ -62,7 +68,7 @@ class Record:
 
     def event(self, kind: str, **values: Any) -> None:
         """Append one line to events.jsonl."""
-        snapshot.append_text(self.path / "events.jsonl", json.dumps({"event": kind, **values}) + "\n")
+        snapshot.append_text(self.path / EVENTS, json.dumps({"event": kind, **values}) + "\n")
 
     def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
         """Save the state after `done` rounds, unless the last save is so recent that saving would cost too much."""
@@ -76,9 +82,9 @@ class Record:
         self._last = time.monotonic()
         self._cost = self._last - begin
 
-    def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
+    def restore(self, method: Method, task: Task) -> tuple[Any | None, list[str]]:
         """The newest checkpoint that can be read, and a warning for each that is damaged and set aside."""
-        content, damaged = read_checkpoint(self.path, types)
+        content, damaged = read_checkpoint(self.path, method, task)
         for file in damaged:
             file.replace(file.with_suffix(".damaged"))
         ending = "falling back to the checkpoint before it" if content is not None else "starting again"
@@ -87,7 +93,7 @@ class Record:
     def rewind(self, done: int) -> list[dict[str, Any]]:
         """Drop what came after round `done`, which will be made again, and return the rounds before."""
         events = [e for e in read_events(self.path) if e["event"] != "end" and e.get("round", 0) <= done]
-        snapshot.write_text(self.path / "events.jsonl", "".join(json.dumps(e) + "\n" for e in events))
+        snapshot.write_text(self.path / EVENTS, "".join(json.dumps(e) + "\n" for e in events))
         shutil.rmtree(self.path / "final", ignore_errors=True)
         return read_history(self.path)
 
@@ -98,17 +104,46 @@ class Record:
 
 
 @contextmanager
-def set_aside(path: Path) -> Iterator[None]:
-    """Move an old run away, and restore it if the new one fails before it writes its folder."""
+def alone_in(path: Path, *, overwrite: bool = False) -> Iterator[None]:
+    """Be the only one that writes to a run folder, however this process ends.
+
+    Args:
+        path: The run folder, which need not be there.
+        overwrite: Whether the run that is there is moved away; it is restored if the new one fails before it writes
+            its folder.
+
+    Raises:
+        ValueError: Another process writes to the folder, or it holds something else than a run.
+    """
+    with ExitStack() as stack:
+        with snapshot.writing(path):
+            _hold(path.resolve(), stack)
+        with _set_aside(path) if overwrite else nullcontext():
+            yield
+
+
+def _hold(path: Path, stack: ExitStack) -> None:
+    """Hold the lock of a run folder, a file beside it: the folder itself may be moved away."""
+    try:
+        stack.enter_context(alone(path.with_name(f".{path.name}.writing"), 0))
+    except Held:
+        raise ValueError(f"{path}: another run is writing to this folder; wait for it, or choose another") from None
+
+
+@contextmanager
+def _set_aside(path: Path) -> Iterator[None]:
+    """Move an old run away. Killed at any moment, it leaves what the next one goes on from."""
     aside = path.with_name(f".{path.name}.old")
-    if path.exists():
-        if not (path / "config.toml").is_file():
-            raise ValueError(f"{path} is not a run folder, so overwrite leaves it alone")
+    if is_run(path):
+        shutil.rmtree(aside, ignore_errors=True)  # left by one that was killed when its own folder was written
         path.rename(aside)
+    elif _foreign(path):
+        raise ValueError(f"{path} is not a run folder, so overwrite leaves it alone")
     try:
         yield
     finally:
-        if aside.exists() and not path.exists():
+        if is_run(aside) and not is_run(path):
+            shutil.rmtree(path, ignore_errors=True)
             aside.rename(path)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -131,9 +166,9 @@ class Onlooker(Record):
     def checkpoint(self, done: int, content: Any, *, force: bool = False) -> None:
         """Nothing."""
 
-    def restore(self, types: dict[str, type]) -> tuple[Any | None, list[str]]:
+    def restore(self, method: Method, task: Task) -> tuple[Any | None, list[str]]:
         """The newest checkpoint that can be read."""
-        return read_checkpoint(self.path, types)[0], []
+        return read_checkpoint(self.path, method, task)[0], []
 
     def rewind(self, done: int) -> list[dict[str, Any]]:
         """The rounds up to `done`."""
@@ -155,54 +190,56 @@ def write_models(folder: Path, models: list[Params], which: Sequence[int] | None
 
 def read_models(path: Path) -> list[Params]:
     """The state dicts of a run's clusters; none if it is not finished."""
-    from safetensors.torch import load_file
+    numbered = {f.stem.partition("-")[2]: f for f in (path / "final").glob("cluster-*.safetensors")}
+    files = sorted((int(j), file) for j, file in numbered.items() if j.isdecimal())
+    return [reading.read_tensors(file)[0] for _, file in files]
 
-    files = (path / "final").glob("cluster-*.safetensors")
-    return [load_file(file) for file in sorted(files, key=lambda f: int(f.stem.partition("-")[2]))]
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run, finished or not."""
+    return reading.is_there(path / CONFIG)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.toml as a dict."""
-    if not (path / "config.toml").is_file():
+    if not is_run(path):
         raise ValueError(f"{path} is not a run folder: it has no config.toml")
-    return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+    return reading.read_toml(path / CONFIG, contents.CONFIG)
 
 
 def read_fingerprint(path: Path) -> dict[str, str]:
     """fingerprint.json as a dict; empty where there is none."""
     file = path / FINGERPRINT
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return reading.read_json(file, {str: str}) if reading.is_there(file) else {}
 
 
 def read_roster(path: Path) -> Any | None:
-    """roster.json as it was written; None where there is none.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    if not (file := path / ROSTER).is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error})") from error
+    """roster.json as it was written; None where there is none."""
+    return reading.read_json(file) if reading.is_there(file := path / ROSTER) else None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """events.jsonl as a list of dicts; a last line that was cut off by a kill is left out."""
-    file = path / "events.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    file = path / EVENTS
+    lines = reading.read_text(file).split("\n")[:-1] if reading.is_there(file) else []
+    return [reading.parse_json(line, file, contents.EVENT) for line in lines]
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The rounds of a run, one dict each."""
-    return rounds_of(read_events(path))
+    return rounds_of(read_events(path), path)
 
 
-def rounds_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rounds among the events of a run."""
-    return [{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "round"]
+def rounds_of(events: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """The rounds among the events of the run in a folder.
+
+    Raises:
+        Damaged: They are none that a run can have.
+    """
+    history = [{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "round"]
+    if wrong := contents.wrong_history(history):
+        raise Damaged(f"{path / EVENTS} is damaged ({wrong})")
+    return history
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -210,21 +247,26 @@ def read_result(path: Path) -> dict[str, Any]:
     if not finished(path):
         read_config(path)  # says so if this is no run folder at all
         raise ValueError(f"{path} is not finished: {len(read_history(path))} rounds so far; resume it first")
-    return json.loads((path / RESULT).read_text(encoding="utf-8"))
+    result = reading.read_json(path / RESULT, contents.RESULT)
+    if wrong := contents.wrong_result(result):
+        raise Damaged(f"{path / RESULT} is damaged ({wrong})")
+    return result
 
 
 def finished(path: Path) -> bool:
     """Whether a run has come to its end."""
-    return (path / RESULT).is_file()
+    return reading.is_there(path / RESULT)
 
 
-def read_checkpoint(path: Path, types: dict[str, type]) -> tuple[Any | None, list[Path]]:
+def read_checkpoint(path: Path, method: Method, task: Task) -> tuple[Any | None, list[Path]]:
     """The newest checkpoint that can be read, and the newer ones that cannot."""
     damaged: list[Path] = []
     for file in sorted((path / "checkpoints").glob("round-*.safetensors"), reverse=True):
         try:
-            return snapshot.load(file, types), damaged
-        except snapshot.Damaged:
+            content = snapshot.load(file, snapshot.named_tuples(method))
+            contents.check_checkpoint(content, method, task, file)
+            return content, damaged
+        except Damaged:
             damaged.append(file)
     return None, damaged
 
@@ -255,7 +297,9 @@ def to_toml(config: dict[str, Any]) -> str:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether a folder holds more than what a kill in the very first write leaves behind."""
+    """Whether something is there that is no run, and more than what a kill in the very first write leaves behind."""
+    if not path.is_dir():
+        return reading.is_there(path)
     return any(not p.name.endswith(".part") for p in path.iterdir())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,17 @@ from coterie.core.task import Data, Task
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.evaluate import PointScores, Scores, SummedScores
 from coterie.runs.fingerprint import difference, fingerprint
-from coterie.runs.folder import read_checkpoint, read_config, read_fingerprint, read_history, read_models, read_result
+from coterie.runs.folder import (
+    CONFIG,
+    read_checkpoint,
+    read_config,
+    read_fingerprint,
+    read_history,
+    read_models,
+    read_result,
+)
 from coterie.runs.loop import CLIENTS
 from coterie.runs.run import Run
-from coterie.storage import snapshot
 from coterie.storage.inputs import Inputs
 
 log = logging.getLogger("coterie")
@@ -43,20 +52,30 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
     """
     path = Path(folder)
     result, config = read_result(path), read_config(path)
-    method = _method(config["algorithm"])
-    content, damaged = read_checkpoint(path, snapshot.named_tuples(method))
+    with _said_of(path / CONFIG):
+        method, known = _method(config["algorithm"]), task or _task(path, config["task"], result["metric"])
+        key = Key.of(config["run"]["seed"]).fold(CLIENTS)
+    engine = Absent(path, _clients(result), known, result["executor"], key)
+    if task is not None and (other := difference(read_fingerprint(path), fingerprint(engine))):
+        raise ValueError(f"{path} was made with {other}")
+    content, damaged = read_checkpoint(path, method, known)
     if content is None:
         raise ValueError(f"{path} has no checkpoint that can be read")
     for file in damaged:
         log.warning("%s is damaged; using the checkpoint before it", file.name)
-    known, key = task or _task(path, config["task"], result["metric"]), Key.of(config["run"]["seed"]).fold(CLIENTS)
-    engine = Absent(path, _clients(result), known, result["executor"], key)
-    if task is not None and (other := difference(read_fingerprint(path), fingerprint(engine))):
-        raise ValueError(f"{path} was made with {other}")
     scores = _scores(result, method, content["state"])
     cohort = Cohort(engine, Ledger(memory=content["memory"]))
     margins, warnings = _array(result.get("margins") or [None] * len(cohort)), result.get("warnings", [])
     return Run(method, content["state"], read_history(path), path, cohort, lambda: scores, margins, warnings)
+
+
+@contextmanager
+def _said_of(file: Path) -> Iterator[None]:
+    """Have what is wrong with settings say which file they are from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 class Absent(Engine):
@@ -95,7 +114,7 @@ def _task(path: Path, table: dict[str, Any], metric: str) -> Task:
     if "head" in table:  # the run's own files have the frozen layers
         whole = build_task({n: v for n, v in table.items() if n not in ("from", "head", "trunk")})
         return frozen(whole, read_models(path)[0], table["head"], table)
-    if "model" in table or table["kind"] == "distance":
+    if "model" in table or table.get("kind") == "distance":
         return build_task(table)
 
     def unknown(*_: Any) -> Any:
@@ -113,7 +132,7 @@ def _clients(result: dict[str, Any]) -> Federation:
     offsets = torch.tensor([0, *sizes]).cumsum(0)
     total = int(offsets[-1])
     return Federation(
-        Packed(torch.zeros(shape).expand(total, *shape), torch.zeros(()).expand(total), offsets),
+        Packed(torch.zeros(()).expand(total, *shape), torch.zeros(()).expand(total), offsets),
         ids=tuple(result["ids"]) if result["ids"] else None,
         groups=None if result["groups"] is None else torch.tensor(result["groups"]),
         inputs=Inputs.from_plain(result["inputs"]) if result.get("inputs") else None,

@@ -273,8 +273,7 @@ class Loop:
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
-        types = snapshot.named_tuples(self.method)
-        content, warnings = self.record.restore(types)
+        content, warnings = self.record.restore(self.method, self.cohort.task)
         for warning in warnings:
             log.warning(warning)
         if content is None:

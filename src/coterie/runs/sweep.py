@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import threading
-import tomllib
 from collections.abc import Generator, Iterable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -32,7 +31,8 @@ from coterie.engines import find_device, find_engine
 from coterie.runs.compare import SEED, flattened, short
 from coterie.runs.config import build, build_callbacks, build_federation, build_settings, set_value
 from coterie.runs.fit import fit
-from coterie.runs.folder import to_toml
+from coterie.runs.folder import is_run, to_toml
+from coterie.storage.reading import read_toml
 from coterie.storage.snapshot import write_text
 
 DESCRIPTION = "sweep.toml"
@@ -191,7 +191,7 @@ def _work(point: Point, folder: Path, threads: int) -> None:
     out = folder / point.name
     try:
         built = build(point.tables)
-        keep = {"out": out, "resume": (out / "config.toml").exists(), "callbacks": built.callbacks}
+        keep = {"out": out, "resume": is_run(out), "callbacks": built.callbacks}
         fit(built.algorithm, built.task, built.federation, **keep, **built.run)
     except (ValueError, OSError) as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
@@ -260,7 +260,7 @@ def _in_a_name(value: Any) -> str:
 
 
 def _check_same(folder: Path, tables: dict[str, Any]) -> None:
-    described = tomllib.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    described = read_toml(folder / DESCRIPTION, {str: {}})
     described.pop("sweep", None)
     old, new = flattened(described), flattened(tables)
     for name in [*old, *new]:

@@ -29,7 +29,7 @@ from coterie.runs.arguments import check_federation
 from coterie.runs.evaluate import Scores, evaluate
 from coterie.runs.fingerprint import fingerprint
 from coterie.runs.fit import config_of
-from coterie.runs.folder import Record, read_config, set_aside
+from coterie.runs.folder import Record, alone_in, read_config
 from coterie.runs.load import Absent
 from coterie.runs.loop import LISTED, Loop
 from coterie.runs.new_group import NewGroup, Standing, joined, new_group
@@ -49,7 +49,7 @@ def update(
     """See `Run.update`."""
     _check(run, federation, rounds, patience)
     at = matched(run._cohort.federation, federation)
-    with set_aside(Path(out)) if out and overwrite else nullcontext():
+    with alone_in(Path(out), overwrite=overwrite) if out else nullcontext():
         cohort = _reached(run, federation, at)
         record = Record(out, {}, fingerprint(cohort.engine)) if out else None
         after = _Update(run, cohort, at, rounds, patience).done()

@@ -50,7 +50,7 @@ class View:
         events = read_events(path)
         log = [str(event.get("message")) for event in events if event["event"] == "log"]
         begun = next((event for event in events if event["event"] == "start"), {})
-        return cls(path, config, rounds_of(events), result, log, begun)
+        return cls(path, config, rounds_of(events, path), result, log, begun)
 
     @property
     def name(self) -> str:

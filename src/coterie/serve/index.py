@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -12,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie.callbacks import HIGHER
-from coterie.runs.folder import RESULT, read_config
+from coterie.runs.contents import EVENT
+from coterie.runs.folder import EVENTS, read_config, read_result
 from coterie.runs.view import FIXED
 from coterie.serve.access import DEPTH, readable
-from coterie.serve.stamps import EVENTS, Stamp, Stamps, obstacle
+from coterie.serve.stamps import Stamp, Stamps, obstacle
+from coterie.storage.reading import opened, parse_json
 
 # A run says nothing of its process: it counts as running as long as its files change often enough.
 QUIET = 60.0  # seconds without a change
@@ -156,17 +157,15 @@ class _Tally:
         if stamp.inode != self.inode or stamp.size < self.read:  # a run that was resumed writes its file anew
             self.__init__()
             self.inode = stamp.inode
-        with file.open("rb") as f:
+        with opened(file) as f:
             f.seek(self.read)
             for line in f:
                 if not line.endswith(b"\n"):
                     break
                 self.read += len(line)
-                self._take(json.loads(line))
+                self._take(parse_json(line.decode(), file, EVENT))
 
-    def _take(self, event: Any) -> None:
-        if not isinstance(event, dict) or "event" not in event:
-            raise ValueError(f"{EVENTS} has a line that is no event")
+    def _take(self, event: dict[str, Any]) -> None:
         if event["event"] != "round":
             return
         self.done += 1
@@ -232,7 +231,7 @@ def _read(name: str, path: Path, stamps: Stamps, known: _Known) -> Row:
         if stamps.events is not None:
             known.tally.follow(path / EVENTS, stamps.events)
         if stamps.result is not None:
-            _check_result(path)
+            read_result(path)
         return _row(name, config, known.tally, stamps)
     except Exception as error:  # files of any content raise anything
         known.tally = _Tally()
@@ -247,12 +246,6 @@ def _row(name: str, config: dict[str, Any], tally: _Tally, stamps: Stamps) -> Ro
     done, metric = tally.done, readable(tally.metric or "", 40)
     ended = stamps.result is not None
     return Row(name, stamps.changed, method, data, rounds, done, metric, tally.best, ended, quiet=quiet)
-
-
-def _check_result(path: Path) -> None:
-    result = json.loads((path / RESULT).read_text(encoding="utf-8"))
-    if not (isinstance(result, dict) and isinstance(result.get("labels"), list) and "score" in result):
-        raise ValueError("result.json is no result of a run")
 
 
 def reason(error: Exception, path: Path) -> str:

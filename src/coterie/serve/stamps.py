@@ -7,9 +7,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from coterie.runs.folder import RESULT
-
-CONFIG, EVENTS = "config.toml", "events.jsonl"
+from coterie.runs.folder import CONFIG, EVENTS, RESULT
 
 
 class Stamp(NamedTuple):

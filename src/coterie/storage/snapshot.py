@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +15,11 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-
-class Damaged(ValueError):
-    """A file that should hold a snapshot is truncated or holds something else."""
-
-
-class Unreadable(OSError):
-    """A file that may well be sound cannot be read, because of permissions or for another reason of the system's."""
+from coterie.storage.reading import Damaged, parse_json, read_tensors
 
 
 class Unwritten(OSError):
@@ -75,6 +72,19 @@ def atomic(path: Path, *, private: bool = False) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+def discard(folder: Path) -> None:
+    """Delete a folder, if it is there. A kill leaves it whole, or none under its name.
+
+    Args:
+        folder: The folder.
+    """
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)  # left by one that was killed
+    if folder.is_dir():
+        folder.rename(aside)
+        shutil.rmtree(aside)
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a text file, which must not be a link: one in a stranger's folder would lead elsewhere.
 
@@ -121,7 +131,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def save(path: Path, tree: Any, *, private: bool = False) -> None:
-    """Save a tree of dicts, tuples, NamedTuples, tensors and plain values.
+    """Save a tree of dicts, tuples, NamedTuples, tensors and plain values, with a digest of it.
 
     Args:
         path: The file.
@@ -129,8 +139,8 @@ def save(path: Path, tree: Any, *, private: bool = False) -> None:
         private: Whether only its owner may read the file.
     """
     tensors: dict[str, Tensor] = {}
-    plain = _pack(tree, "", tensors)
-    write_tensors(path, tensors, {"tree": json.dumps(plain)}, private=private)
+    plain = json.dumps(_pack(tree, "", tensors))
+    write_tensors(path, tensors, {"tree": plain, "digest": _digest(plain, tensors)}, private=private)
 
 
 def write_tensors(
@@ -153,31 +163,32 @@ def write_tensors(
 
 
 def load(path: Path, types: dict[str, type]) -> Any:
-    """Load a tree that `save` has written.
+    """Load a tree that `save` has written. Of a file from before there were digests, none is compared.
 
     Args:
         path: The file.
         types: The NamedTuples that may be built, by name.
 
     Raises:
-        Damaged: The file is truncated or not a snapshot.
+        Damaged: The file is truncated, not a snapshot, or not what was saved: a bit of it has changed.
         Unreadable: The system does not let it be read, which says nothing about its content.
         ValueError: Another version of coterie wrote the file.
     """
-    from safetensors import safe_open
-
+    tensors, header = read_tensors(path)
+    written = header.get("tree", "")
+    if header.get("digest", digest := _digest(written, tensors)) != digest:
+        raise Damaged(f"{path} is damaged (its digest is another)")
+    plain = parse_json(written, path)
     try:
-        with safe_open(path, framework="pt") as f:
-            # Copied to where tensors begin in memory: products of those that begin elsewhere may have other last bits.
-            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118 - not a dict
-            plain = json.loads((f.metadata() or {})["tree"])
         return _unpack(plain, tensors, types)
-    except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise Damaged(f"{path.name} is damaged ({error})") from error
-    except TypeError as error:  # the fields of a NamedTuple have changed
-        raise ValueError(f"{path} was made by another version of coterie, and cannot be gone on with") from error
+    except _OtherFields:
+        raise ValueError(f"{path} was made by another version of coterie, and cannot be gone on with") from None
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Damaged(f"{path} is damaged ({type(error).__name__}: {error})") from None
+
+
+class _OtherFields(Exception):
+    """The fields of a NamedTuple have changed."""
 
 
 def named_tuples(owner: Any) -> dict[str, type]:
@@ -212,5 +223,21 @@ def _unpack(plain: Any, tensors: dict[str, Tensor], types: dict[str, type]) -> A
         return {k: _unpack(v, tensors, types) for k, v in plain["dict"]}
     if "tuple" in plain:
         parts = [_unpack(v, tensors, types) for v in plain["tuple"]]
-        return types[plain["named"]](*parts) if "named" in plain else tuple(parts)
+        return _named(types[plain["named"]], parts) if "named" in plain else tuple(parts)
     return plain["value"]
+
+
+def _named(kind: type, parts: list[Any]) -> Any:
+    try:
+        return kind(*parts)
+    except TypeError:
+        raise _OtherFields from None
+
+
+def _digest(plain: str, tensors: dict[str, Tensor]) -> str:
+    """A hash of a tree and its tensors."""
+    found = hashlib.blake2b(plain.encode(), digest_size=16)
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        found.update(x.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

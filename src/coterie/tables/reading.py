@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import io
 import lzma
 import zlib
 from collections import Counter
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from coterie.storage.archives import Bounded
 from coterie.tables.column_sums import Frame
 
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -71,7 +73,7 @@ def _read_csv(path: Path) -> Frame:
 
 def _separator(path: Path) -> str:
     """What is between fields, once every line has as many as the header: pandas fills short ones without a word."""
-    with _open(path) as file:
+    with open_text(path) as file:
         first = file.readline()
         if not first.strip():
             raise ValueError(f"{path} has no header: its first line is empty")
@@ -96,10 +98,15 @@ def _separator(path: Path) -> str:
     return separator
 
 
-def _open(path: Path) -> IO[str]:
+def open_text(path: Path) -> IO[str]:
+    """Open a file of text, which is unpacked on the way where it is compressed, as far as `archives.bound` allows.
+
+    Args:
+        path: The file.
+    """
     opener = _OPENERS.get(path.suffix)
     if opener is not None:
-        return opener(path, "rt", encoding="utf-8-sig", newline="")
+        return io.TextIOWrapper(Bounded(opener(path, "rb"), path), encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
 
 

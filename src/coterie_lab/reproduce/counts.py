@@ -93,16 +93,18 @@ def likeliest(clients: int, k: int, seen: list[Round], limit: float) -> np.ndarr
             much less.
         limit: Seconds that the program may take.
     """
-    width, told = clients * k, np.concatenate([count for _, count in seen]).astype(float)
+    width = clients * k
+    told: Any = np.concatenate([count for _, count in seen]).astype(float)
     expected = np.zeros((len(told), width))
     for t, (asked, count) in enumerate(seen):
         for j in range(k):
             expected[t * k + j, asked * k + j] = count.sum() / len(asked)
     off, one_each = np.eye(len(told)), np.kron(np.eye(clients), np.ones(k))
+    most: Any = np.concatenate([np.ones(width), np.full(len(told), np.inf)])
     result = milp(
         np.concatenate([np.zeros(width), np.ones(len(told))]),
         integrality=np.concatenate([np.ones(width), np.zeros(len(told))]),
-        bounds=Bounds(0, np.concatenate([np.ones(width), np.full(len(told), np.inf)])),
+        bounds=Bounds(0, most),
         constraints=[
             LinearConstraint(np.hstack([expected, off]), told, np.inf),
             LinearConstraint(np.hstack([expected, -off]), -np.inf, told),
