@@ -136,7 +136,7 @@ def build_task(table: dict[str, Any]) -> Task:
     kind = table.get("kind", "classifier")
     if kind == "distance":  # of points to centres, which have no model
         return Task.distance()
-    if kind not in TASKS:
+    if not isinstance(kind, str) or kind not in TASKS:
         raise ValueError(
             f"[task] kind must be {' or '.join([*TASKS, 'distance'])}, got {kind!r}{nearest_name(str(kind), TASKS)}"
         )

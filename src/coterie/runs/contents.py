@@ -20,7 +20,7 @@ NUMBERS = [(None, float)]
 
 CONFIG = {
     "algorithm": {"name": str},
-    "task": {},
+    "task": {"kind": str},
     "data": {"name": str},
     "run": {"rounds": int, "seed": int},
 }
@@ -91,6 +91,8 @@ def wrong_result(result: dict[str, Any]) -> str | None:
         return f"{other} has {len(result[other])} entries, labels {m}"
     if m and not -1 <= min(result["labels"]) <= max(result["labels"]) < max(result["clusters"], 0):
         return f"labels are not of {result['clusters']} clusters"
+    if len(missing := {"ari", "nmi", "purity", "matched"} - result.keys()) in (1, 2, 3):
+        return f"{min(missing)} is missing"
     if min([*result["rows"], *result["row"]], default=0) < 0:
         return "rows and row must be numbers of rows and a shape"
     if sum(result["rows"]) * math.prod(max(n, 1) for n in result["row"]) >= MUCH:
