@@ -31,6 +31,7 @@ screenshots: $(PROGRAMS)
 bench: $(TOOLS)
 	$(BIN)/coterie bench speed
 	$(BIN)/coterie bench scale
+	$(BIN)/coterie bench attacks
 	$(BIN)/coterie bench flower
 
 clean:
