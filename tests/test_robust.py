@@ -139,6 +139,19 @@ def test_rounds_that_send_each_client_its_own_model_are_robust_too(federation, t
     torch.testing.assert_close(robust.theta, plain.theta, rtol=1e-4, atol=1e-5)
 
 
+def test_a_client_that_was_sent_one_model_cannot_name_another_slot(federation, task):
+    method, engine = ct.IFCA(4, init="random", patience=1), simulator(federation, task)
+    state, _ = method.round(state_of(method, engine), Cohort(engine).at(0))
+    state = state._replace(still=1)
+
+    def lie(reply, at):
+        return reply._replace(slot=torch.where(at[:, None], (reply.slot + 1) % 4, reply.slot))
+
+    honest, _ = method.round(state, Cohort(Robust(engine, ct.Median())).at(1))
+    lied, _ = method.round(state, Cohort(Robust(Lying(engine, lie), ct.Median())).at(1))
+    torch.testing.assert_close(lied.theta, honest.theta)
+
+
 def test_the_median_of_a_slot_is_that_of_its_clients_models(federation, task):
     method, engine = ct.FedAvg(), simulator(federation, task)
     sent = Models(task.init(Key.of(3)), torch.tensor(0.1))

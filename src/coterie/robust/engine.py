@@ -75,7 +75,7 @@ class Robust(_Around):
         step, reply = self._trained(exchange), self.inner.gather(exchange)
         sent, changes, like = _changes(exchange, step, reply)
         axes = reply.slot.dim() - 1
-        slot, weight = reply.slot.flatten(), reply.weight.flatten().to(changes)
+        slot, weight = slots_of(exchange, step, reply).flatten(), reply.weight.flatten().to(changes)
         sent, changes = (x.flatten(0, axes) for x in (sent, changes))
         update, total = changes.new_zeros(exchange.slots, changes.shape[-1]), changes.new_zeros(exchange.slots)
         for j in slot[weight > 0].unique().tolist():
@@ -230,6 +230,21 @@ def models_sent(exchange: Exchange, step: Train, reply: Reply) -> Params:
     if not isinstance(index, Tensor):
         return {n: theta[n].to(x).expand_as(x) for n, x in reply.update.items()}
     return {n: take(theta[n], index).to(x) for n, x in reply.update.items()}
+
+
+def slots_of(exchange: Exchange, step: Train, reply: Reply) -> Tensor:
+    """The slot of each reply: what the client says where it chooses, else that of the model which it was sent.
+
+    Args:
+        exchange: What clients were asked.
+        step: The step.
+        reply: Their replies (clients, …).
+    """
+    label = exchange.message.label
+    if step.choose or not isinstance(label, Tensor) or not isinstance(exchange.rows, Tensor):
+        return reply.slot
+    own = take(label, exchange.rows).to(reply.slot)
+    return own if step.starts is None else own + step.k * torch.arange(step.starts, device=own.device)
 
 
 def _each(common: Tensor, step: Train) -> Tensor:
