@@ -26,7 +26,7 @@ def robust_engine(inner: Engine, aggregate: Aggregate) -> Engine:
 
 
 class _Around(Engine):
-    """What both engines share: they stand for the one inside, and know steps whose replies have a mean."""
+    """What both engines share: they stand for the one inside, and what is gathered has no outliers."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner.federation, inner.task, inner.key, inner.device, inner.precision)
@@ -38,8 +38,12 @@ class _Around(Engine):
         return self.inner.in_the_open()
 
     def gather(self, exchange: Exchange) -> Reply:
-        """What the inner engine gathers."""
-        return self.inner.gather(exchange)
+        """Run the step on every client and return every reply: no change is long, and no voice louder than others."""
+        step, reply = exchange.step(self.task), self.inner.gather(exchange)
+        if not isinstance(step, Train):
+            return reply._replace(note={n: evened(x) for n, x in reply.note.items()})
+        sent, changes, like = _changes(exchange, step, reply)
+        return reply._replace(update=_tree(sent + changes, like), note=_usual_notes(reply))
 
     def _trained(self, exchange: Exchange) -> Train:
         """The step, if clients reply with a model; a median of statistics such as XᵀX is one of nobody's."""
@@ -83,14 +87,6 @@ class Robust(_Around):
             total[j] = len(at) * weight[at].median()
             update[j] = (sent[at[0]] + self._rule(changes[at])) * total[j]
         return Sums(_tree(update, like), total, _usual_notes(reply))
-
-    def gather(self, exchange: Exchange) -> Reply:
-        """Run the step on every client and return every reply: no change is long, and no voice louder than others."""
-        step, reply = exchange.step(self.task), self.inner.gather(exchange)
-        if not isinstance(step, Train):
-            return reply._replace(note={n: evened(x) for n, x in reply.note.items()})
-        sent, changes, like = _changes(exchange, step, reply)
-        return reply._replace(update=_tree(sent + changes, like), note=_usual_notes(reply))
 
 
 class Bucketed(_Around):
