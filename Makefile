@@ -32,6 +32,7 @@ screenshots: $(PROGRAMS)
 bench: $(TOOLS)
 	$(BIN)/coterie bench speed
 	$(BIN)/coterie bench scale
+	$(BIN)/coterie bench attacks
 	$(BIN)/coterie bench flower
 
 # Installs the library for every Python that it supports and is here, and does the main job with each.

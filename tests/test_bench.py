@@ -4,10 +4,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import coterie as ct
+from coterie.cli import show
 from coterie.cli.main import app
+from coterie.core.cohort import Cohort
+from coterie.core.key import Key
 from coterie.core.pytree import flat
+from coterie.core.uplink import Uplink
+from coterie.engines import find_engine
 from coterie.models import MLP, Linear
-from coterie_lab.bench import peers, scale, speed
+from coterie_lab.bench import attacks, peers, scale, speed
+from coterie_lab.bench.hostile import ATTACKS, Hostile, flipped, hostile_clients
 from coterie_lab.bench.loop import loop_round
 from coterie_lab.bench.peers import PEERS, Job, PeerFailed, time_peer
 from coterie_lab.bench.speed import Workload, gram_flops, grouped, linear, measure, product_rate
@@ -96,3 +103,62 @@ def test_bytes_of_a_secure_session(tmp_path):
     for row in rows:  # four rows of numbers and weights, their masks' shares and signatures on top
         assert 1 < row["up_kb"] / (4 * 8 * (row["numbers"] + 1) / 1000) < 1.4
     assert "clients" in CliRunner().invoke(app, ["bench", "secure", "--quick"]).stdout
+
+
+def test_attacks_are_told_as_a_table_and_drawn(tmp_path, monkeypatch):
+    for name, value in (("CLIENTS", 16), ("GROUPS", 1), ("ROUNDS", 4)):
+        monkeypatch.setattr(attacks, name, value)
+    done = CliRunner().invoke(app, ["bench", "attacks", "--quick", "--json", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert [(r["attack"], r["hostile"], r["rule"]) for r in rows] == [
+        ("none", 0.0, "mean"),
+        ("none", 0.0, "median"),
+        ("sign × 10", 0.2, "mean"),
+        ("sign × 10", 0.2, "median"),
+    ]
+    found = [r["accuracy"] for r in rows]
+    assert found[2] < 0.5 < 0.8 < min(found[0], found[1], found[3])
+    assert json.loads((tmp_path / "attacks.json").read_text()) == rows
+    assert (tmp_path / "attacks.png").read_bytes().startswith(b"\x89PNG")
+    with show.console.capture() as told:
+        show.attacks(rows)
+    assert "sign × 10" in told.get() and "20 %" in told.get()
+
+
+def scene_of(engine, method, hostile, round=0):
+    """What clients reply to a round of IFCA, honestly and under each attack."""
+    cohort = Cohort(engine).at(round)
+    state = method.start(engine.task, cohort, Key.of(1))
+    exchange = cohort._exchange(method.step, method._broadcast(state), method.k, None)
+    honest = engine.gather(exchange)
+    return honest, {name: Hostile(engine, hostile, attack).gather(exchange) for name, attack in ATTACKS.items()}
+
+
+def test_hostile_clients_do_what_their_attack_says_and_others_do_not():
+    federation = ct.data.rotated_digits(clients=16, seed=0)
+    engine = find_engine("vectorised")(
+        federation, ct.Task.classifier(MLP(64, 8, 10)), Key.of(0), torch.device("cpu"), Uplink()
+    )
+    hostile = hostile_clients(federation, 0.25, Key.of(0))
+    assert int(hostile.sum()) == 4
+    method = ct.IFCA(2, init="random")
+    honest, attacked = scene_of(engine, method, hostile)
+    sent = flat(method.start(engine.task, Cohort(engine).at(0), Key.of(1)).theta, 2)[0]  # (k, d)
+    plain = flat(honest.update, 2)[:, 0] - sent[honest.slot[:, 0]]
+    for name, reply in attacked.items():
+        moved = flat(reply.update, 2)[:, 0] - sent[honest.slot[:, 0]]
+        torch.testing.assert_close(moved[~hostile], plain[~hostile], rtol=1e-4, atol=1e-6)
+        if name == "sign × 10":
+            torch.testing.assert_close(moved[hostile], -10 * plain[hostile], rtol=1e-3, atol=1e-5)
+        if name == "noise":
+            assert float(moved[hostile].std()) == pytest.approx(1, abs=0.1)
+        if name == "a little":
+            honest_mean = plain[~hostile & (honest.slot[:, 0] == honest.slot[hostile][0, 0])].mean(0)
+            assert 0 < float((moved[hostile][0] - honest_mean).norm()) < float(plain[~hostile].norm(dim=1).max())
+        if name in ("none", "flipped labels", "wrong cluster", "hostile start"):
+            torch.testing.assert_close(moved, plain)
+    assert ((attacked["wrong cluster"].slot != honest.slot).flatten() == hostile).all()
+    labels = flipped(federation, hostile).train.y
+    rows = hostile.repeat_interleave(federation.train.sizes)
+    assert (labels[rows] == 9 - federation.train.y[rows]).all() and (labels[~rows] == federation.train.y[~rows]).all()

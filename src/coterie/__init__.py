@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
     from coterie.parts.tournament import Tournament
+    from coterie.robust.rules import Buckets, Clipped, GeometricMedian, Krum, Median, Trimmed
     from coterie.runs.candidates import candidates
     from coterie.runs.choosing import choose_k, compare
     from coterie.runs.comparison import ChosenK, Comparison
@@ -75,7 +76,7 @@ _MODULES = ("callbacks", "data", "models", "plot", "testing")
 def __getattr__(name: str) -> Any:
     """Load what is asked for, and not before: a node's thin ClientApp needs no torch, which loads for seconds.
 
-    Whatever is registered as a method, a start or an uplink is found by the name of its class.
+    Whatever is registered as a method, a start, a robust mean or an uplink is found by the name of its class.
     """
     if name == "__all__":  # what `from coterie import *` takes: installed methods, too
         return __dir__()
@@ -97,5 +98,5 @@ def __dir__() -> list[str]:
 
 def _registered() -> dict[str, type]:
     known = importlib.import_module("coterie.core.registry").known
-    kinds = ("method", "start", "optimiser", "schedule", "uplink")
+    kinds = ("method", "start", "optimiser", "schedule", "uplink", "aggregate")
     return {cls.__name__: cls for kind in kinds for cls in known(kind).values()}

@@ -25,6 +25,7 @@ def inventory(experiments: dict[str, dict[str, Any]]) -> dict[str, dict[str, str
         "optimisers": lines(known("optimiser")),
         "schedules": lines(known("schedule")),
         "uplinks": lines(known("uplink")),
+        "robust means": lines(known("aggregate")),
         "callbacks": lines(known("callback")),
         "data sets": lines(DATASETS),
         "changes": lines(CHANGES),

@@ -38,7 +38,7 @@ def reproduce(
     display.emit(result, as_json, lambda: display.experiment(result))
 
 
-bench = typer.Typer(help="Measure speed, as ratios in one run, and scale.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed, as ratios in one run, scale, and what attacks cost.", no_args_is_help=True)
 
 
 @bench.callback()
@@ -89,6 +89,20 @@ def secure(
     if out:
         write_json(out / "secure.json", rows)
     display.emit(rows, as_json, lambda: display.sessions(rows))
+
+
+@bench.command()
+def attacks(
+    quick: Annotated[bool, typer.Option("--quick", help="One attack, two rules, one seed.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for attacks.json and the picture, attacks.png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what hostile clients cost honest ones, by attack and robust mean."""
+    rows = lab("bench.attacks").measure(quick=quick)
+    if out:
+        write_json(out / "attacks.json", rows)
+        plots.attacks(out / "attacks.png", rows)
+    display.emit(rows, as_json, lambda: display.attacks(rows))
 
 
 @bench.command(name="flower")

@@ -333,6 +333,20 @@ def federations(rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def attacks(rows: list[dict[str, Any]]) -> None:
+    """Print the accuracy of honest clients, one line per attack and share of hostile clients, one column per rule.
+
+    Args:
+        rows: The measurements.
+    """
+    rules = list(dict.fromkeys(r["rule"] for r in rows))
+    table = _table("attack", ">hostile", *(f">{rule}" for rule in rules))
+    for attack, share in dict.fromkeys((r["attack"], r["hostile"]) for r in rows):
+        found = {r["rule"]: r["accuracy"] for r in rows if (r["attack"], r["hostile"]) == (attack, share)}
+        table.add_row(attack, f"{100 * share:.0f} %", *(f"{found[rule]:.3f}" for rule in rules))
+    console.print(table)
+
+
 def tables(found: dict[str, dict[str, str]]) -> None:
     """Print names with a one-line description of each, in a table per kind.
 

@@ -23,9 +23,15 @@ log = logging.getLogger("coterie")
 
 GROUP = "coterie.methods"
 # Modules that register classes.
-BUILT_IN = ("coterie.methods", "coterie.runs.evaluate", "coterie.runs.diagnosis", "coterie.callbacks")
+BUILT_IN = (
+    "coterie.methods",
+    "coterie.robust.rules",
+    "coterie.runs.evaluate",
+    "coterie.runs.diagnosis",
+    "coterie.callbacks",
+)
 
-Kind = Literal["method", "start", "optimiser", "schedule", "uplink", "callback", "service"]
+Kind = Literal["method", "start", "optimiser", "schedule", "uplink", "aggregate", "callback", "service"]
 Class = TypeVar("Class", bound=type)
 
 _registered: dict[tuple[Kind, str], type] = {}
@@ -37,8 +43,8 @@ def register(name: str, kind: Kind = "method") -> Callable[[Class], Class]:
     Args:
         name: As it is written in a configuration.
         kind: "method"; "start", a way to find the first models; "optimiser" or "schedule", of training; "uplink", a
-            change of replies; "callback", of `fit`; or "service", which has client steps but is no choice of
-            the user's.
+            change of replies; "aggregate", a robust mean of them; "callback", of `fit`; or "service", which has client
+            steps but is no choice of the user's.
     """
 
     def decorate(cls: Class) -> Class:

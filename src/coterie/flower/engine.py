@@ -137,6 +137,10 @@ class FlowerEngine(Engine):
         sites = self.roster.site[clients]
         return {int(s): (sites == s).nonzero().flatten() for s in sites.unique()}
 
+    def parties(self, clients: Tensor) -> Tensor:
+        """The site of each of these clients."""
+        return self.roster.site[clients]
+
     def away(self, sites: Iterable[int]) -> dict[int, str]:
         """Which of these sites cannot be asked, and why."""
         online, names = set(self.grid.get_node_ids()), self.roster.sites

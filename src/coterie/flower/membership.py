@@ -40,7 +40,7 @@ class FlowerMembership(Membership):
 
     def wrapped(self, wrap: Callable[[Any], Engine]) -> FlowerMembership:
         """The same clients, reached through an engine around this one."""
-        return FlowerMembership(self.nodes, wrap)
+        return FlowerMembership(self.nodes, lambda nodes: wrap(self._wrap(nodes)))
 
     def perform(self, work: Callable[[Cohort], Result], unit: int | None = None) -> Result:
         """Do a piece of work with all clients; where sites fail, again from its beginning without them."""

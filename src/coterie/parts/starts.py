@@ -23,6 +23,7 @@ from coterie.core.train import Descend, Models, Train, choose_nearest
 from coterie.storage.names import nearest_name
 
 NOISE = 0.01  # by which copies of one model differ
+BETTER = 0.02  # of a loss: what a model must gain a client to be more than as good by chance
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,21 @@ class FarthestFirst(Start):
     """Train some clients alone from one start, then repeatedly take the model of the client that is served worst.
 
     Only clients with at least the median number of rows are taken: a model of a handful of rows is an outlier that
-    serves nobody. It needs `gather`: the server sees those clients' models.
+    serves nobody. A model that serves too few better than those before is passed over: it is an outlier, too, or
+    of a hostile client. It needs `gather`: the server sees those clients' models.
 
     Args:
         clients: How many clients train, at most.
         steps: Full-batch gradient steps each of them takes.
         lr: Their step size; None takes the algorithm's own.
+        support: So many clients must be served better by a model, its own client among them. Where hostile clients may
+            speak for each other's models, it should be more than there are of them.
     """
 
     clients: int = setting(200, low=1)
     steps: int = setting(30, low=1)
     lr: float | None = setting(None, low=0)
+    support: int = setting(2, low=0)
 
     def __call__(self, k: int, lr: float, task: Task, cohort: Cohort, key: Key) -> Params:
         """Train, then choose k of the trained models."""
@@ -105,12 +110,20 @@ class FarthestFirst(Start):
         trained, rows, served = reply.update, reply.weight, reply.note["loss"]
         few = rows < rows.median() if 2 * k <= len(some) else torch.zeros_like(rows, dtype=torch.bool)
         taken: list[int] = []
+        passed: list[int] = []
         while len(taken) < k:
-            served[few] = -torch.inf
-            served[taken] = -torch.inf  # a client is never taken twice
-            taken.append(int(served.argmax()))
-            own = some.gather(self.loss, take(trained, taken[-1])).note["loss"]
-            served = own if len(taken) == 1 else served.minimum(own)
+            waiting = served.clone()
+            waiting[few] = -torch.inf
+            waiting[taken + passed] = -torch.inf  # a client is never taken twice
+            if bool((waiting == -torch.inf).all()):  # nobody is left but those passed over
+                return take(trained, torch.tensor(taken + passed)[:k])
+            worst = int(waiting.argmax())
+            own = some.gather(self.loss, take(trained, worst)).note["loss"]
+            if int((own < served - BETTER * served.abs()).sum()) < self.support:
+                passed.append(worst)
+                continue
+            served = own if not taken else served.minimum(own)
+            taken.append(worst)
         return take(trained, torch.tensor(taken))
 
     @client_step

@@ -16,12 +16,13 @@ from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.data import CHANGES, DATASETS
 from coterie.models import MODELS
+from coterie.robust.rules import Aggregate
 from coterie.runs.candidates import candidates
 from coterie.secure import SecureSum
 from coterie.storage.names import nearest_name
 
 COMPARE_KEYS = ("seeds", "holdout", "new", "few")  # of [compare], besides the candidates
-RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink")
+RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink", "aggregate")
 NESTED: dict[str, Kind] = {  # settings that are dataclasses of settings, and what kind of thing they name
     "init": "start",
     "method": "method",
@@ -99,6 +100,16 @@ def build_uplink(tables: Any) -> list[Transform]:
         example = '[{ name = "quantise", bits = 8 }]'
         raise ValueError(f"[run] uplink must be a list of tables, such as {example}, got {tables!r}")
     return [_registered(table, "uplink", "run.uplink") for table in tables]
+
+
+def describe_aggregate(aggregate: Aggregate) -> dict[str, Any]:
+    """A robust mean as a table: its name and its settings."""
+    return _table(aggregate)
+
+
+def build_aggregate(given: Any) -> Aggregate:
+    """The robust mean that a name describes, or a table of a name and settings."""
+    return _registered({"name": given} if isinstance(given, str) else given, "aggregate", "run.aggregate")
 
 
 def build_callbacks(tables: Any) -> list[Any]:
@@ -255,7 +266,7 @@ def _candidates(tables: dict[str, Any], own: dict[str, Any], task: Task, federat
 
 def build_run(table: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `fit` that a [run] table describes."""
-    build = {"secure": build_secure, "uplink": build_uplink}
+    build = {"secure": build_secure, "uplink": build_uplink, "aggregate": build_aggregate}
     return {name: build[name](value) if name in build else value for name, value in table.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,8 +21,10 @@ from coterie.core.settings import check_type, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.engines import find_device, find_engine
+from coterie.robust.engine import robust_engine
+from coterie.robust.rules import Aggregate, Buckets, find_aggregate
 from coterie.runs.arguments import check_callbacks, check_federation, check_method, check_task
-from coterie.runs.config import describe, describe_uplink
+from coterie.runs.config import describe, describe_aggregate, describe_uplink
 from coterie.runs.fingerprint import fingerprint
 from coterie.runs.folder import Onlooker, Record, alone_in
 from coterie.runs.loop import CLIENTS, Loop
@@ -58,6 +61,7 @@ def fit(
     evaluations: int = 100,
     secure: SecureSum | None = None,
     uplink: Sequence[Transform] = (),
+    aggregate: str | Aggregate | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -81,6 +85,9 @@ def fit(
         secure: Have updates added up so that the server sees only sums by cluster, and not who is in which. For methods
             that only `combine`; scores are still those of every client. None adds in the open.
         uplink: What is done to every client's reply before it is added up, in this order, such as `Quantise(bits=8)`.
+        aggregate: A robust mean of the models of a cluster's clients, which a few hostile ones cannot move far:
+            "median", "geometric_median", "trimmed", "krum", "clipped", "buckets" (the one for a secure sum), or one of
+            their classes with settings of your own, such as `Trimmed(share=0.2)`. None takes the mean.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
         overwrite: Replace the run that is in `out`, if there is one.
@@ -114,6 +121,7 @@ def fit(
         evaluations=evaluations,
         secure=secure,
         uplink=transforms,
+        aggregate=aggregate,
         out=out,
         resume=resume,
         overwrite=overwrite,
@@ -131,6 +139,7 @@ def fit_on(
     secure: SecureSum | None = None,
     secured: Callable[[Any, SecureSum], Engine] | None = None,
     uplink: Uplink | None = None,
+    aggregate: str | Aggregate | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -147,6 +156,7 @@ def fit_on(
         secure: The secure sum by which updates are added up; None adds in the open.
         secured: Puts the engine of a secure sum around the clients' own; None takes the simulator's.
         uplink: What the engine does to every reply, for the run folder.
+        aggregate: The robust mean of the models of a cluster's clients; None takes the mean.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
         overwrite: Replace the run that is in `out`, if there is one.
@@ -165,6 +175,10 @@ def fit_on(
         options["uplink"] = describe_uplink(uplink)
     if secure is not None:
         membership, options["secure"] = _secured(membership, secure, secured), to_plain(secure)
+    if aggregate is not None:
+        rule = _check_aggregate(aggregate, algorithm, secure)
+        membership = membership.wrapped(partial(robust_engine, aggregate=rule))
+        options["aggregate"] = describe_aggregate(rule)
     config = config_of(algorithm, engine.task, engine.federation, options)
     name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
     progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
@@ -221,6 +235,22 @@ def _check(
         raise ValueError("fit: resume goes on with a run and overwrite replaces it: give one of them")
     if resume and out is None:
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
+
+
+def _check_aggregate(given: str | Aggregate, algorithm: Method, secure: SecureSum | None) -> Aggregate:
+    """The robust mean that is given, if the method's server takes means of models, and is allowed to see them."""
+    rule, needs = find_aggregate(given), algorithm.needs
+    if secure is not None and not isinstance(rule, Buckets):
+        raise ValueError(
+            f"fit: aggregate={type(rule).__name__}() needs every client's own reply, and of a secure sum the server "
+            "gets nothing but sums; give aggregate=Buckets(), or leave secure out"
+        )
+    if needs.gather or needs.soft or needs.points:
+        raise ValueError(
+            f"fit: aggregate takes a mean of the models of a cluster's clients, which {type(algorithm).__name__} "
+            "does not; choose IFCA, FedAvg, or FedX(refine='fedavg'), or leave aggregate out"
+        )
+    return rule
 
 
 def _secured(

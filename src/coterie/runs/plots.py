@@ -360,6 +360,26 @@ def federations(path: Path, rows: list[dict[str, Any]]) -> None:
     save(fig, path)
 
 
+def attacks(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The picture of `coterie bench attacks`: honest clients' accuracy by attack, rule and share of hostile."""
+    shares = sorted({r["hostile"] for r in rows} - {0})
+    rules = list(dict.fromkeys(r["rule"] for r in rows))
+    cases = list(dict.fromkeys(r["attack"] for r in rows))
+    found = {(r["attack"], r["rule"], r["hostile"]): r["accuracy"] for r in rows}
+    fig = figure(1.5 + 4.2 * len(shares), 1.2 + 0.34 * len(cases))
+    for axes, share in zip(fig.subplots(1, len(shares), sharey=True, squeeze=False)[0], shares, strict=True):
+        values = np.array([[found.get((c, r, share), found.get((c, r, 0))) for r in rules] for c in cases], float)
+        axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=0.95, aspect="auto")
+        for y, x in np.ndindex(values.shape):
+            axes.text(x, y, f"{values[y, x]:.3f}".lstrip("0"), ha="center", va="center", fontsize=8, color=INK)
+        axes.set_xticks(range(len(rules)), [r.replace("_", "\n") for r in rules], fontsize=8)
+        axes.set_yticks(range(len(cases)), cases, fontsize=8)
+        axes.set_title(f"{100 * share:.0f} % of the clients are hostile", fontsize=10)
+        axes.spines[:].set_visible(False)
+    fig.suptitle("Accuracy of honest clients, by attack and robust mean", fontsize=11)
+    save(fig, path)
+
+
 def candidates(rows: list[dict[str, Any]], metric: str, recommended: str, reason: str) -> Any:
     """The picture of a comparison: the scores of all candidates with standard errors, and whom they hurt.
 

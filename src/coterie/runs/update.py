@@ -25,6 +25,7 @@ from coterie.core.federation import Federation
 from coterie.core.membership import Membership, Result
 from coterie.core.method import Groups, Method
 from coterie.core.pytree import all_on, to_device
+from coterie.robust.engine import Bucketed, Robust
 from coterie.runs.arguments import check_federation
 from coterie.runs.evaluate import Scores, evaluate
 from coterie.runs.fingerprint import fingerprint
@@ -337,7 +338,8 @@ def _check(run: Run, federation: Federation, rounds: int, patience: int) -> None
         raise ValueError(
             f"update: only runs of the executors {', '.join(SIMULATED)} can be updated, not of '{engine.name}'"
         )
-    options: dict[str, Any] = {"secure": engine.in_the_open() is not engine}
+    robust = isinstance(engine, Robust | Bucketed)
+    options: dict[str, Any] = {"secure": engine.in_the_open() is not engine, "aggregate": robust}
     if uplink := getattr(engine.in_the_open(), "uplink", None):
         options["uplink"] = uplink.transforms
     if isinstance(engine, Absent):
@@ -345,7 +347,7 @@ def _check(run: Run, federation: Federation, rounds: int, patience: int) -> None
         options = config["run"]
         if isinstance(config["algorithm"].get("lr_schedule"), str):
             raise ValueError("update: the run's lr_schedule is a function, which its folder does not keep")
-    for name, what in (("uplink", "an uplink"), ("secure", "a secure sum")):
+    for name, what in (("uplink", "an uplink"), ("aggregate", "a robust mean"), ("secure", "a secure sum")):
         if options.get(name):
             raise ValueError(f"update: the run had {what}, without which it cannot go on")
     before, now = run._cohort.federation.columns, federation.columns
