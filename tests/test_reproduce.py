@@ -311,3 +311,9 @@ def test_the_groups_of_stores_are_found(tmp_path):
     one, three = result["rows"]
     assert one["found"] == [1] and three["found"] == [3] and three["least ARI"] > 0.95
     assert three["of the informed (%)"] < 105 and three["below one for all (%)"] > 20
+
+
+def test_privacy_costs_accuracy_and_stays_within_its_budget(tmp_path):
+    plain, private = quick("ifca-privacy", tmp_path)["rows"]
+    assert plain["epsilon"] == "none" and plain["spent"] is None and plain["groups found"] == 1
+    assert private["spent"] <= 50 and private["lost"] > 0 and private["accuracy"] > 30

@@ -336,6 +336,7 @@ def _run_lines(view: View) -> str:
     r = view.result
     score = [] if view.score is None else [f"[bold]{escape(view.metric)} {view.score:.4f}[/bold]"]
     parts = [f"[bold]{escape(view.name)}[/bold]"]
+    score += [] if view.privacy is None else [view.privacy]
     if r is None:
         return "\n".join([*parts, f"[yellow]{view.standing}[/yellow]", *score])
     parts += [f"{len(r['labels'])} clients, {len(view.history)} rounds, {r['seconds']:.1f} s on {r['device']}", *score]

@@ -24,8 +24,6 @@ from coterie.core.step import Reply, Step
 from coterie.core.sums import Sums
 from coterie.core.task import Task
 
-_SAMPLE = 2  # stream under the key of all clients
-
 
 class Cohort:
     """Some clients of a federation at some moment of a run.
@@ -36,6 +34,7 @@ class Cohort:
         clients: Who they are, as positions in the federation (c,).
         when: The round, and finer moments of it.
         part: Which of their rows steps run on: "train" or "test".
+        rate: The chance of each client of the federation to be among them, where they were sampled.
 
     Args:
         engine: Carries out the exchanges.
@@ -48,6 +47,7 @@ class Cohort:
         self.clients = torch.arange(len(engine.federation))
         self.when: tuple[int, ...] = ()
         self.part = "train"
+        self.rate = 1.0
 
     # --- who they are --------------------------------------------------------------------------------------------
 
@@ -107,8 +107,11 @@ class Cohort:
         return self.only((~torch.isin(self.clients, clients)).nonzero().flatten())
 
     def sample(self, fraction: float) -> Cohort:
-        """A random share of the clients, at least one; who they are follows from the key and the moment."""
-        return self if fraction >= 1 else self.only(sampled(self.key, self.when, self.numbers, fraction))
+        """A random share of the clients; who they are, and whether it is at least one, is up to the engine."""
+        if fraction >= 1:
+            return self
+        some = self.only(self.engine.sample(self.when, self.numbers, fraction))
+        return some._but(rate=self.rate * fraction)
 
     def uncharged(self) -> Cohort:
         """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
@@ -168,19 +171,15 @@ class Cohort:
         self, step: Step, message: Any, slots: int, rows: Tensor | OwnChoice | None, first: First | None = None
     ) -> Exchange:
         everybody = len(self) == self.population
-        return Exchange(step, message, slots, rows, self.clients, self.part, self.when, everybody, self.ledger, first)
+        return Exchange(
+            step, message, slots, rows, self.clients, self.part, self.when, everybody, self.ledger, first, self.rate
+        )
 
     def _but(self, **changes: Any) -> Cohort:
         other = copy.copy(self)
         vars(other).pop("sizes", None)  # other clients or other rows may have others
         vars(other).update(changes)
         return other
-
-
-def sampled(key: Key, when: tuple[int, ...], numbers: Tensor, fraction: float) -> Tensor:
-    """Positions of a random share of clients, at least one, that follows from the key, the moment and their numbers."""
-    order = key.fold(_SAMPLE, *when).shuffle(numbers)
-    return order[: max(1, round(fraction * len(numbers)))].sort().values
 
 
 def _labels_at_home(tree: Any) -> Any:

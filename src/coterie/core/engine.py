@@ -18,7 +18,11 @@ from coterie.core.sums import Sums
 from coterie.core.task import Task
 from coterie.core.train import own_rows
 
-_CLIENT = 1  # stream under the key of all clients
+_CLIENT, SAMPLE = 1, 2  # streams under the key of all clients
+
+
+class Spent(Exception):
+    """The privacy budget of a run does not allow an exchange that its method asks for."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Ledger:
     chunks: dict[str, int] = field(default_factory=dict)  # clients per chunk, by step: the same after a resume
     messages: list[str] = field(default_factory=list)  # for the log of the run
     left_out: list[str] = field(default_factory=list)  # sites that failed in this round
+    account: dict[str, Any] = field(default_factory=dict)  # what a private run has released so far
 
     def charge(self, down: int, up: int) -> None:
         """Count the bytes of an exchange."""
@@ -79,6 +84,7 @@ class Exchange(NamedTuple):
         everybody: Whether these are all clients, or one process's share of all.
         ledger: Where bytes and memories are kept.
         first: What clients do before the step; None where they begin with it.
+        rate: The chance that each client of the federation had to be asked.
     """
 
     step: Step
@@ -91,6 +97,7 @@ class Exchange(NamedTuple):
     everybody: bool
     ledger: Ledger
     first: First | None = None
+    rate: float = 1.0
 
     def only(self, at: Tensor) -> Exchange:
         """The same exchange with the clients at these positions alone."""
@@ -145,6 +152,14 @@ class Engine(ABC):
         """The engine for exchanges that a real federation would not make, such as scoring in a simulation."""
         return self
 
+    def sample(self, when: tuple[int, ...], numbers: Tensor, fraction: float) -> Tensor:
+        """Positions of a random share of clients, given by their numbers; here as many as it says, and at least one."""
+        return sampled(self.key, when, numbers, fraction)
+
+    def told(self, row: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+        """A row of the history as it may be told."""
+        return row
+
     def client_key(self, i: int) -> Key:
         """A client's own key, by its position in the federation."""
         return self.key.fold(_CLIENT, int(self.federation.numbers[i]))
@@ -152,3 +167,9 @@ class Engine(ABC):
     def sizes(self, exchange: Exchange) -> Tensor:
         """Rows of each client of an exchange."""
         return self.federation.part(exchange.part).sizes[exchange.clients]
+
+
+def sampled(key: Key, when: tuple[int, ...], numbers: Tensor, fraction: float) -> Tensor:
+    """Positions of a random share of clients, at least one, that follows from the key, the moment and their numbers."""
+    order = key.fold(SAMPLE, *when).shuffle(numbers)
+    return order[: max(1, round(fraction * len(numbers)))].sort().values

@@ -23,7 +23,10 @@ log = logging.getLogger("coterie")
 
 GROUP = "coterie.methods"
 # Modules that register classes.
-BUILT_IN = ("coterie.methods", "coterie.runs.evaluate", "coterie.runs.diagnosis", "coterie.callbacks")
+BUILT_IN = (
+    "coterie.methods", "coterie.privacy.bounded", "coterie.runs.evaluate", "coterie.runs.diagnosis",
+    "coterie.callbacks",
+)  # fmt: skip
 
 Kind = Literal["method", "start", "optimiser", "schedule", "uplink", "callback", "service"]
 Class = TypeVar("Class", bound=type)

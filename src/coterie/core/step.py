@@ -8,7 +8,7 @@ of one client. A step crosses a network as the name of its class, the class's se
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -73,6 +73,8 @@ class ClientStep(NamedTuple):
         draw: Makes the random numbers that `run` needs.
         secrecy: What the server of a secure sum gets in place of each client's note: "mean", the mean over all clients,
             or "hidden", -1. A note that is not listed has to be sent as it is, so the step cannot run there.
+        finish: What clients do to their replies outside of the traced function, where every reply is asked for:
+            `finish(replies, keys)` is given the stacked replies of some clients, and the key of each at this moment.
 
     Example:
         >>> step = ClientStep(lambda message, local: Reply(message + local.data.x.sum()))
@@ -84,6 +86,7 @@ class ClientStep(NamedTuple):
     run: Callable[[Any, Local], Reply]
     draw: Draw | None = None
     secrecy: Mapping[str, Secrecy] = {}
+    finish: Callable[[Reply, Sequence[Key]], Reply] | None = None
 
 
 class Description(Protocol):
@@ -130,5 +133,7 @@ def derived(step: Step, task: Task) -> ClientStep:
 def step_name(step: Step) -> str:
     """A step's name for messages, such as "IFCA.step"."""
     owner = getattr(step, "__self__", None)
+    if inner := getattr(owner, "inner", None):  # a step around another
+        return step_name(inner)
     name = getattr(step, "__name__", "step")
     return name if owner is None else f"{type(owner).__name__}.{name}"

@@ -43,7 +43,7 @@ log = logging.getLogger("coterie")
 
 PATIENCE = 60.0  # seconds to wait for another server to leave a run folder
 
-RUN = ("rounds", "seed", "precision", "evaluations", "secure", "uplink")
+RUN = ("rounds", "seed", "precision", "evaluations", "secure", "privacy", "uplink")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Parsed(NamedTuple):
 
     algorithm: Method
     task: Task
-    run: dict[str, Any]  # rounds, seed, evaluations, secure, uplink
+    run: dict[str, Any]  # rounds, seed, evaluations, secure, privacy, uplink
     precision: Precision
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from coterie.core.settings import check_type, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.engines import find_device, find_engine
+from coterie.privacy import Privacy
 from coterie.runs.arguments import check_callbacks, check_federation, check_method, check_task
 from coterie.runs.config import describe, describe_uplink
 from coterie.runs.fingerprint import fingerprint
@@ -57,6 +59,7 @@ def fit(
     precision: str = "float32",
     evaluations: int = 100,
     secure: SecureSum | None = None,
+    privacy: Privacy | None = None,
     uplink: Sequence[Transform] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -80,6 +83,8 @@ def fit(
         evaluations: How often at most all clients are scored on the way, evenly spaced; the last round always is.
         secure: Have updates added up so that the server sees only sums by cluster, and not who is in which. For methods
             that only `combine`; scores are still those of every client. None adds in the open.
+        privacy: Have clients' replies bounded and noise added, so that what is learnt is (ε, δ)-differentially private
+            for every client; for methods that only `combine`. None adds no noise.
         uplink: What is done to every client's reply before it is added up, in this order, such as `Quantise(bits=8)`.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
@@ -113,6 +118,7 @@ def fit(
         seed=seed,
         evaluations=evaluations,
         secure=secure,
+        privacy=privacy,
         uplink=transforms,
         out=out,
         resume=resume,
@@ -130,6 +136,7 @@ def fit_on(
     evaluations: int = 100,
     secure: SecureSum | None = None,
     secured: Callable[[Any, SecureSum], Engine] | None = None,
+    privacy: Privacy | None = None,
     uplink: Uplink | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -146,6 +153,7 @@ def fit_on(
         evaluations: How often at most all clients are scored on the way.
         secure: The secure sum by which updates are added up; None adds in the open.
         secured: Puts the engine of a secure sum around the clients' own; None takes the simulator's.
+        privacy: Bounds and noise for every client's reply; None adds no noise.
         uplink: What the engine does to every reply, for the run folder.
         out: The run folder to write; None writes nothing.
         resume: Go on from the newest checkpoint in `out`.
@@ -163,8 +171,15 @@ def fit_on(
     options: dict[str, Any] = {"rounds": rounds, "seed": seed, "precision": engine.precision}
     if uplink is not None and uplink.transforms:
         options["uplink"] = describe_uplink(uplink)
+    wraps: list[Callable[[Any], Engine]] = []
     if secure is not None:
-        membership, options["secure"] = _secured(membership, secure, secured), to_plain(secure)
+        options["secure"] = to_plain(secure)
+        wraps.append(_secured(secure, secured))
+    if privacy is not None:
+        options["privacy"] = to_plain(privacy)
+        wraps.append(_private(privacy, algorithm, rounds, distributed=secure is not None))
+    if wraps:
+        membership = membership.wrapped(lambda engine: reduce(lambda inner, wrap: wrap(inner), wraps, engine))
     config = config_of(algorithm, engine.task, engine.federation, options)
     name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
     progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
@@ -223,9 +238,7 @@ def _check(
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
 
 
-def _secured(
-    membership: Membership, secure: SecureSum, around: Callable[[Any, SecureSum], Engine] | None
-) -> Membership:
+def _secured(secure: SecureSum, around: Callable[[Any, SecureSum], Engine] | None) -> Callable[[Any], Engine]:
     if find_spec("cryptography") is None:
         raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
     check_type("fit: secure", secure, SecureSum)
@@ -233,7 +246,18 @@ def _secured(
     from coterie.secure.engine import Secure  # which needs that package
 
     make = around or Secure
-    return membership.wrapped(lambda engine: make(engine, secure))
+    return lambda engine: make(engine, secure)
+
+
+def _private(privacy: Privacy, algorithm: Method, rounds: int, *, distributed: bool) -> Callable[[Any], Engine]:
+    if find_spec("dp_accounting") is None:
+        raise ValueError("fit: privacy needs the package dp-accounting: pip install 'coterie[privacy]'")
+    check_type("fit: privacy", privacy, Privacy)
+    validate(privacy)
+    from coterie.privacy.engine import Private, resolved  # which needs that package
+
+    settings = resolved(privacy, rounds, getattr(algorithm, "fraction", 1.0), distributed=distributed)
+    return lambda engine: Private(engine, settings)
 
 
 def config_of(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
+from coterie.core.engine import Spent
 from coterie.core.key import Key
 from coterie.core.membership import Membership
 from coterie.core.method import Method, Report
@@ -120,22 +121,29 @@ class Loop:
         """Do the rounds. A run that is resumed asks its callbacks first: they may have ended it here."""
         for t in range(self.now.done, self.rounds):
             if self._called_off():
-                self._say_stop(t)
+                self._say(f"a callback ended the run after round {t} of {self.rounds}")
                 break
             if self.method.done(self.state):
                 break
-            self._round(t)
+            try:
+                self._round(t)
+            except Spent as why:
+                self._say(f"{why}: the run ends after round {t} of {self.rounds}")
+                break
         else:
             self._called_off()  # there is nothing to end
 
-    def _say_stop(self, done: int) -> None:
-        self.cohort.ledger.messages.append(f"a callback ended the run after round {done} of {self.rounds}")
+    def _say(self, message: str) -> None:
+        self.cohort.ledger.messages.append(message)
         self._write_log()
 
     def _start(self) -> None:
         begin = time.perf_counter()
         first = self.key.fold(START)
-        state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
+        try:
+            state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
+        except Spent as why:
+            raise ValueError(f"{why}: the start alone takes more than the budget") from None
         state = to_device(state, self.cohort.engine.device)
         if bad := self._not_finite(state):
             hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
@@ -164,6 +172,7 @@ class Loop:
         if left_out := self.cohort.ledger.left_out:
             row["left_out"] = sorted(set(left_out))
             left_out.clear()
+        row = self.cohort.engine.told(row, self.cohort.ledger)
         self._write_log()
         if self.record:
             self.record.event("round", **row)
@@ -267,7 +276,9 @@ class Loop:
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
             now = self.now
-            self.record.checkpoint(now.done, {**now._asdict(), "chunks": self.cohort.ledger.chunks}, force=force)
+            ledger = self.cohort.ledger
+            kept = {**now._asdict(), "chunks": ledger.chunks, "account": ledger.account}
+            self.record.checkpoint(now.done, kept, force=force)
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
@@ -286,6 +297,7 @@ class Loop:
             self.membership.restrict(m)
         self.cohort.ledger.memory = all_on(self.cohort.engine.device, content["memory"])
         self.cohort.ledger.chunks = content["chunks"]
+        self.cohort.ledger.account = content.get("account", {})  # older checkpoints have none
         self._publish(to_device(content["state"], self.cohort.engine.device), content["done"])
         return True
 

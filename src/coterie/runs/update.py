@@ -337,7 +337,10 @@ def _check(run: Run, federation: Federation, rounds: int, patience: int) -> None
         raise ValueError(
             f"update: only runs of the executors {', '.join(SIMULATED)} can be updated, not of '{engine.name}'"
         )
-    options: dict[str, Any] = {"secure": engine.in_the_open() is not engine}
+    options: dict[str, Any] = {
+        "privacy": bool(run._cohort.ledger.account),
+        "secure": engine.in_the_open() is not engine,
+    }
     if uplink := getattr(engine.in_the_open(), "uplink", None):
         options["uplink"] = uplink.transforms
     if isinstance(engine, Absent):
@@ -345,7 +348,7 @@ def _check(run: Run, federation: Federation, rounds: int, patience: int) -> None
         options = config["run"]
         if isinstance(config["algorithm"].get("lr_schedule"), str):
             raise ValueError("update: the run's lr_schedule is a function, which its folder does not keep")
-    for name, what in (("uplink", "an uplink"), ("secure", "a secure sum")):
+    for name, what in (("uplink", "an uplink"), ("privacy", "a privacy budget"), ("secure", "a secure sum")):
         if options.get(name):
             raise ValueError(f"update: the run had {what}, without which it cannot go on")
     before, now = run._cohort.federation.columns, federation.columns

@@ -80,9 +80,17 @@ class Secure(Engine):
             "server gets nothing but sums; choose another method or start, or leave secure out"
         )
 
+    def least(self, exchange: Exchange) -> int:
+        """Return how many clients' replies a sum holds at least."""
+        wanted = self._settings
+        return max(math.floor(wanted.threshold * len(exchange.clients)) + 1, wanted.min_members)
+
+    def rounding(self, exchange: Exchange) -> float:
+        """Return the unit to whose multiples replies are rounded."""
+        return 2.0 ** -fractional_bits(len(exchange.clients), self._settings.clip)
+
     def _parties(self, exchange: Exchange) -> tuple[dict[int, Client], Terms]:
-        n, wanted = len(exchange.clients), self._settings
-        needed = max(math.floor(wanted.threshold * n) + 1, wanted.min_members)
+        n, wanted, needed = len(exchange.clients), self._settings, self.least(exchange)
         if n < needed:
             raise ValueError(f"secure sum: at least {needed} clients must take part, got {n}")
         if n > MOST:
@@ -137,7 +145,7 @@ class Code(NamedTuple):
                     f"secure sum: {name} tells the server every client's '{note}', and of a secure sum it gets nothing "
                     "but sums; choose another method, or leave secure out"
                 )
-        bits = math.floor(ROOM - math.log2(clients * clip))
+        bits = fractional_bits(clients, clip)
         if bits < LEAST:
             raise ValueError(f"secure sum: clip = {clip:g} leaves {clients} clients too few bits; lower it")
         update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :], device="meta"), reply.update)
@@ -211,3 +219,8 @@ class Code(NamedTuple):
 
     def _decode(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).double() / 2.0**self.bits
+
+
+def fractional_bits(clients: int, clip: float) -> int:
+    """Return how many fractional bits there is room for, in a sum over clients of numbers up to `clip`."""
+    return math.floor(ROOM - math.log2(clients * clip))

@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from coterie import FarthestFirst
-from coterie.core.cohort import sampled
+from coterie.core.engine import sampled
 from coterie.core.key import Key
 from coterie.core.task import Task
 from coterie.data.synthetic import linear_draws, linear_truth
