@@ -125,6 +125,8 @@ def test_stop_and_resume_keep_the_account(task, ragged, tmp_path):
     ct.fit(IFCA, task, ragged, rounds=2, out=tmp_path, **how)
     parts = ct.fit(IFCA, task, ragged, rounds=4, out=tmp_path, resume=True, **how)
     assert torch.equal(flat(whole.state.theta, 0), flat(parts.state.theta, 0))
+    with pytest.raises(ValueError, match="privacy"):  # without it, or with another budget, it is another run
+        ct.fit(IFCA, task, ragged, rounds=5, out=tmp_path, resume=True)
     told = [[(row["epsilon"], row["clip"]) for row in run.history] for run in (whole, parts)]
     assert told[0] == told[1] and len({clip for _, clip in told[0]}) == 4
 
@@ -339,6 +341,16 @@ def test_methods_that_only_add_work(task, ragged, method, secure):
     settings = ct.Privacy(noise=1.0, epsilon=1e3, quantile=0.5)
     run = ct.fit(method, task, ragged, rounds=2, privacy=settings, secure=secure, evaluations=1)
     assert len(run.history) == 2 and math.isfinite(run.score)
+
+
+@pytest.mark.parametrize("method", [ct.FedX(k=1, lr=0.1, init="random"), ct.MixedEffects(k=1)])
+def test_statistics_of_many_clients_bear_the_noise(method):
+    """Sums of squares and products, which are bounded as models are; two exchanges are those of a start."""
+    federation = ct.data.varying_regression(clients=2000, rows=10, features=4)
+    task, how = ct.Task.regressor(ct.models.Linear(4, 1)), {"rounds": 4, "evaluations": 1}
+    plain = ct.fit(method, task, federation, **how)
+    run = ct.fit(method, task, federation, privacy=ct.Privacy(epsilon=8.0, clip=5.0, exchanges=6), **how)
+    assert run.history[-1]["epsilon"] <= 8.0 and plain.score < run.score < 1.03 * plain.score
 
 
 @pytest.mark.parametrize(

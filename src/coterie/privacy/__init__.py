@@ -37,7 +37,7 @@ class Privacy:
         >>> method = ct.IFCA(k=2, init="random", lr=0.5)
         >>> run = ct.fit(method, task, federation, rounds=4, privacy=ct.Privacy(epsilon=8.0), evaluations=1)
         >>> [round(row["epsilon"], 1) for row in run.history]
-        [3.4, 5.2, 6.7, 8.0]
+        [3.5, 5.3, 6.7, 8.0]
     """
 
     epsilon: float = setting(8.0, low=1e-3, high=1e3)

@@ -60,7 +60,7 @@ def epsilon_of(releases: tuple[Release, ...], delta: float, *, distributed: bool
 
     Example:
         >>> round(epsilon_of((Release(1.0, 3.0, 30),), 1e-5), 2), round(epsilon_of((Release(0.1, 3.0, 30),), 1e-5), 2)
-        (8.94, 0.73)
+        (8.94, 0.75)
     """
     # It warns of orders that it leaves out, which costs nothing but tightness.
     logging.getLogger("absl").setLevel(logging.ERROR)
