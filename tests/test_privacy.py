@@ -40,7 +40,8 @@ def private(federation, task, settings=None, executor="vectorised", secure=None)
     """All clients of a federation, in a private run."""
     engine = simulated(federation, task, Key.of(0), executor=executor).engine
     engine = engine if secure is None else Secure(engine, secure)
-    return Cohort(Private(engine, settings or ct.Privacy(noise=1.0, epsilon=1e3))).at(0)
+    settings = settings or ct.Privacy(noise=1.0, epsilon=1e3)
+    return Cohort(Private(engine, settings, distributed=secure is not None)).at(0)
 
 
 @pytest.fixture
@@ -166,11 +167,21 @@ def test_dropped_clients_leave_enough_noise(task, ragged, unlimited):
     secure = ct.SecureSum(threshold=0.6, min_members=3)
     engine = simulated(ragged, task, Key.of(0)).engine
     some = Secure(engine, secure, answering=lambda exchange, asked: asked[:8])
-    cohort = Cohort(Private(some, ct.Privacy(noise=0.1, clip=3.0))).at(0)
+    cohort = Cohort(Private(some, ct.Privacy(noise=0.1, clip=3.0), distributed=True)).at(0)
     sent = still(task)
     sums = cohort.combine(FEDAVG.step, sent)
     noise = flat(sums.update)[0] - sums.weight * flat(sent.theta, 0)
     assert float(noise.std()) == pytest.approx(Deviations.of(0.1, 3.0, adaptive=False).update, rel=0.06)
+
+
+@pytest.mark.parametrize("noise", [(0.5, 0.5), (0.5, 0.5, 0.5)])
+def test_clients_add_noise_everywhere_and_tell_no_more_than_is_charged(task, ragged, noise):
+    """Every slot of every client has noise and is counted; without an adaptive bound there is no bit."""
+    step, sent = Bounded(ct.FedX(k=3, lr=0.1), "step", 1.0, noise, 3).step, still(task, 3)
+    reply = simulated(ragged, task, Key.of(0)).at(0).gather(step, sent, slots=3)
+    assert list(reply.update) == ["update", "weight", "within"][: len(noise)]
+    assert all(bool((x != 0).reshape(12, 3, -1).any(2).all()) for x in leaves(reply.update))
+    assert bool((reply.weight == 1).all()) and reply.slot.tolist() == [[0, 1, 2]] * 12
 
 
 @pytest.mark.parametrize("sigma", [1, 2, 7])

@@ -41,8 +41,8 @@ class Bounded:
         owner: Whose step it is.
         name: Its name.
         clip: The length of a client's update at most.
-        noise: The standard deviations of what every client adds to its update, to its weight and to its bit, in a
-            secure sum; none where the server adds the noise.
+        noise: The standard deviations of what every client adds, in a secure sum, to its update and to its weight, and
+            to its bit where it tells one; none where the server adds the noise.
         slots: How many sums there are.
         seeded: Whether the noise follows from the client's key, as in a simulation: on a real federation the server
             knows that key.
@@ -82,7 +82,7 @@ class Bounded:
     def _noised(self, reply: Reply, keys: Sequence[Key]) -> Reply:
         """Every client's contribution to all slots, so that nobody can tell to which it has one, with its noise."""
         whole = stack([_spread(take(reply, i), self.slots) for i in range(len(keys))])
-        units = dict(zip(("update", "weight", "within"), self.noise, strict=True))
+        deviations = dict(zip(("update", "weight", "within"), self.noise, strict=False))
         sources = [Source.of(key.fold(_NOISE)) if self.seeded else Source.system() for key in keys]
 
         def noised(x: Tensor, deviation: float) -> Tensor:
@@ -92,7 +92,7 @@ class Bounded:
             on_grid = (x.double() / unit).trunc() + torch.from_numpy(noise).reshape(x.shape).to(x.device)
             return (on_grid * unit).to(x.dtype)
 
-        update = {name: tree_map(lambda x, d=d: noised(x, d), whole[name]) for name, d in units.items()}
+        update = {name: tree_map(lambda x, d=d: noised(x, d), whole[name]) for name, d in deviations.items()}
         every = torch.arange(self.slots).expand(len(keys), -1)
         return Reply(update, torch.ones(every.shape), every, reply.note)
 

@@ -26,11 +26,11 @@ FEW = 2.0  # standard deviations of its weight below which a slot counts as empt
 
 
 class Deviations(NamedTuple):
-    """Standard deviations of the noise of one exchange: of updates, of weights, and of the sum of bits."""
+    """Standard deviations of the noise of one exchange: of updates, of weights, and of bits where there are any."""
 
     update: float
     weight: float
-    within: float
+    within: float | None = None
 
     @classmethod
     def of(cls, noise: float, clip: float, *, adaptive: bool) -> Deviations:
@@ -46,9 +46,8 @@ class Deviations(NamedTuple):
             >>> round(((3 / d.update) ** 2 + (1 / d.weight) ** 2 + (0.5 / d.within) ** 2) ** -0.5, 6)
             2.0
         """
-        bits = BITS if adaptive else 0.0
-        within = noise / 2 / math.sqrt(bits) if adaptive else noise  # without bits, of something that nobody reads
-        return cls(noise * clip / math.sqrt(1 - COUNTS - bits), noise / math.sqrt(COUNTS), within)
+        within = noise / 2 / math.sqrt(BITS) if adaptive else None
+        return cls(noise * clip / math.sqrt(1 - COUNTS - adaptive * BITS), noise / math.sqrt(COUNTS), within)
 
 
 class Private(Engine):
@@ -60,12 +59,13 @@ class Private(Engine):
     Args:
         inner: The engine that runs the clients' steps.
         settings: Settings of privacy, with a noise multiplier.
+        distributed: Whether the inner engine is one of the secure sum, so that clients add the noise.
     """
 
-    def __init__(self, inner: Any, settings: Privacy) -> None:
+    def __init__(self, inner: Any, settings: Privacy, *, distributed: bool = False) -> None:
         super().__init__(inner.federation, inner.task, inner.key, inner.device, inner.precision)
         self.name, self.leads, self.remote, self.sums_only = inner.name, inner.leads, inner.remote, inner.sums_only
-        self.inner, self.settings, self.distributed = inner, settings, is_secure(inner)
+        self.inner, self.settings, self.distributed = inner, settings, distributed
 
     def in_the_open(self) -> Engine:
         """The engine for scores, which are outside of what is protected."""
@@ -93,23 +93,24 @@ class Private(Engine):
         deviations = Deviations.of(self._noise, clip, adaptive=settings.quantile is not None)
         self._charge(exchange)
         sums, within = (self._secret if self.distributed else self._open)(exchange, clip, deviations)
-        if settings.quantile is not None:
+        if settings.quantile is not None and within is not None:
             share = min(max(within / _expected(exchange, self.federation) + 0.5, 0.0), 1.0)
             account["clip"] = clip * math.exp(-PACE * (share - settings.quantile))
         return self._restored(exchange, sums, deviations)
 
     def told(self, row: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
         """A row of the history without losses, with ε and with the number of participants that was to be expected."""
-        releases = _releases(ledger)
-        rate = releases[-1].rate if releases else 1.0
-        epsilon = epsilon_of(releases, self.settings.delta, distributed=self.distributed) if releases else 0.0
-        bound = {} if self.settings.quantile is None else {"clip": ledger.account["clip"]}
-        return {**row, "loss": None, "participants": round(rate * len(self.federation)), "epsilon": epsilon, **bound}
+        releases, settings, told = _releases(ledger), self.settings, {**row, "loss": None, "epsilon": 0.0}
+        if releases:
+            told["epsilon"] = epsilon_of(releases, settings.delta, distributed=self.distributed)
+        if releases and not self.distributed:
+            told["participants"] = round(releases[-1].rate * len(self.federation))
+        return told if settings.quantile is None else {**told, "clip": ledger.account.get("clip", settings.clip)}
 
     # --- the two ways to add noise ---------------------------------------------------------------------------------
 
-    def _open(self, exchange: Exchange, clip: float, deviations: Deviations) -> tuple[Sums, float]:
-        """The sums with the server's noise, and that of the bits."""
+    def _open(self, exchange: Exchange, clip: float, deviations: Deviations) -> tuple[Sums, float | None]:
+        """The sums with the server's noise, and that of the bits if they are needed."""
         sums = self._asked(exchange, Bounded(*_owned(exchange), clip))
         moment = sum(r.times for r in _releases(exchange.ledger))
         generator = _unforeseen() if self.remote else self.key.fold(_NOISE, *exchange.when, moment).generator()
@@ -120,23 +121,25 @@ class Private(Engine):
         bits = (sums.note["within"].double() - 0.5).sum().cpu()  # there is one start, so one bit of each client
         update = tree_map(lambda x: noised(x, deviations.update), sums.update)
         weight = noised(sums.weight, deviations.weight)
-        return sums._replace(update=update, weight=weight), float(noised(bits, deviations.within))
+        within = None if deviations.within is None else float(noised(bits, deviations.within))
+        return sums._replace(update=update, weight=weight), within
 
-    def _secret(self, exchange: Exchange, clip: float, deviations: Deviations) -> tuple[Sums, float]:
+    def _secret(self, exchange: Exchange, clip: float, deviations: Deviations) -> tuple[Sums, float | None]:
         """The opened sums, to which every client has added its part of the noise."""
         # As many parts as clients must answer add up to all of the noise; the others' come on top.
         parts = math.sqrt(self.inner.least(exchange))
-        each = Deviations(*(d / parts for d in deviations))
+        each = tuple(d / parts for d in deviations if d is not None)
         finest = min(grid(d)[0] for d in each)
         if finest < (step := self.inner.rounding(exchange)):
             raise ValueError(
                 f"privacy: the secure sum rounds to multiples of {step:.2g}, and the noise to {finest:.2g}; lower its "
                 f"clip (in fit, secure=SecureSum(clip=…))"
             )
-        bounded = Bounded(*_owned(exchange), clip, tuple(each), exchange.slots, seeded=not self.remote)
+        bounded = Bounded(*_owned(exchange), clip, each, exchange.slots, seeded=not self.remote)
         found = self._asked(exchange, bounded)
         total = found.update
-        return Sums(total["update"], total["weight"], found.note), float(total["within"][0])
+        within = float(total["within"][0]) if "within" in total else None
+        return Sums(total["update"], total["weight"], found.note), within
 
     def _asked(self, exchange: Exchange, bounded: Bounded) -> Sums:
         """The sums of bounded replies. Bytes are those to be expected, for how many took part is not to be known."""
@@ -223,11 +226,6 @@ def resolved(settings: Privacy, rounds: int, rate: float, *, distributed: bool) 
     times, share = settings.exchanges or rounds, 1.0 if distributed else min(rate, 1.0)
     noise = noise_for(settings.epsilon, settings.delta, share, times, distributed=distributed)
     return replace(settings, noise=noise)
-
-
-def is_secure(engine: Any) -> bool:
-    """Whether an engine is one of the secure sum."""
-    return hasattr(engine, "least")
 
 
 def _releases(ledger: Ledger) -> tuple[Release, ...]:

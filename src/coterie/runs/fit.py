@@ -257,7 +257,7 @@ def _private(privacy: Privacy, algorithm: Method, rounds: int, *, distributed: b
     from coterie.privacy.engine import Private, resolved  # which needs that package
 
     settings = resolved(privacy, rounds, getattr(algorithm, "fraction", 1.0), distributed=distributed)
-    return lambda engine: Private(engine, settings)
+    return lambda engine: Private(engine, settings, distributed=distributed)
 
 
 def config_of(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class _Now(NamedTuple):
     state: Any
     done: int  # rounds
     memory: dict[int, Any]  # what the clients keep for themselves
+    account: dict[str, Any]  # what a private run has released
 
 
 class Loop:
@@ -60,7 +61,7 @@ class Loop:
         self.rounds, self.every, self.record = rounds, every, record
         self.callbacks, self.progress = callbacks, progress
         self.history: list[dict[str, Any]] = []
-        self.now = _Now(None, 0, {})
+        self.now = _Now(None, 0, {}, {})
         self.start_seconds = 0.0
         self.tracked = True  # whether the history names who moved
         self.told: Tensor | None = None  # every client's cluster, as far as the history says
@@ -77,7 +78,8 @@ class Loop:
         return self.now.state
 
     def _publish(self, state: Any, done: int) -> None:
-        self.now = _Now(state, done, dict(self.cohort.ledger.memory))
+        ledger = self.cohort.ledger
+        self.now = _Now(state, done, dict(ledger.memory), dict(ledger.account))
 
     def run(self, resume: bool) -> Run:
         """Do the rounds, or those after the newest checkpoint; a run that is interrupted leaves one."""
@@ -276,8 +278,9 @@ class Loop:
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
             now = self.now
-            ledger = self.cohort.ledger
-            kept = {**now._asdict(), "chunks": ledger.chunks, "account": ledger.account}
+            kept = {**now._asdict(), "chunks": self.cohort.ledger.chunks}
+            if self.cohort.engine.remote:  # half a round that is done again has other noise there, and costs again
+                kept["account"] = self.cohort.ledger.account
             self.record.checkpoint(now.done, kept, force=force)
 
     def _restore(self) -> bool:
@@ -297,7 +300,7 @@ class Loop:
             self.membership.restrict(m)
         self.cohort.ledger.memory = all_on(self.cohort.engine.device, content["memory"])
         self.cohort.ledger.chunks = content["chunks"]
-        self.cohort.ledger.account = content.get("account", {})  # older checkpoints have none
+        self.cohort.ledger.account = dict(content.get("account", {}))  # older checkpoints have none
         self._publish(to_device(content["state"], self.cohort.engine.device), content["done"])
         return True
 

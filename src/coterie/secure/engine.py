@@ -87,7 +87,7 @@ class Secure(Engine):
 
     def rounding(self, exchange: Exchange) -> float:
         """Return the unit to whose multiples replies are rounded."""
-        return 2.0 ** -fractional_bits(len(exchange.clients), self._settings.clip)
+        return 2.0 ** -fractional_bits(max(1, len(exchange.clients)), self._settings.clip)
 
     def _parties(self, exchange: Exchange) -> tuple[dict[int, Client], Terms]:
         n, wanted, needed = len(exchange.clients), self._settings, self.least(exchange)
