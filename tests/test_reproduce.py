@@ -317,3 +317,9 @@ def test_counts_tell_clusters_unless_clients_decide_in_secret_who_takes_part(tmp
     result = quick("secure-counts", tmp_path)
     known, secret = (row["clusters found"] for row in result["rows"])
     assert known == 1 and secret < 1 and len(result["costs"]) == 2
+
+
+def test_privacy_costs_accuracy_and_stays_within_its_budget(tmp_path):
+    plain, private = quick("ifca-privacy", tmp_path)["rows"]
+    assert plain["epsilon"] == "none" and plain["spent"] is None and plain["groups found"] == 1
+    assert private["spent"] <= 50 and private["lost"] > 0 and private["accuracy"] > 30

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.parts.schedules import Cosine, StepDecay, Warmup
     from coterie.parts.starts import Balanced, FarthestFirst, Random, RandomGroups
     from coterie.parts.tournament import Tournament
+    from coterie.privacy import Privacy
     from coterie.robust.rules import Buckets, Clipped, GeometricMedian, Krum, Median, Trimmed
     from coterie.runs.candidates import candidates
     from coterie.runs.choosing import choose_k, compare
@@ -67,6 +68,7 @@ _HOMES = {
     "runs.freezing": ("freeze",),
     "runs.load": ("load",),
     "runs.run": ("Diverged", "Run"),
+    "privacy": ("Privacy",),
     "secure": ("SecureSum",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -374,6 +374,7 @@ def _run_lines(view: View) -> Text:
     r = view.result
     score = [] if view.score is None else [_text(f"{view.metric} {view.score:.4f}", style="bold")]
     parts = [_text(view.name, style="bold")]
+    score += [] if view.privacy is None else [_text(view.privacy)]
     if r is None:
         return Text("\n").join([*parts, _text(view.standing or "", style="yellow"), *score])
     clients = f"{len(r['labels'])} clients, {len(view.history)} rounds"

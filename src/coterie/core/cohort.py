@@ -35,6 +35,7 @@ class Cohort:
         when: The round, and finer moments of it.
         part: Which of their rows steps run on: "train" or "test".
         share: How likely each of them takes part, which it decides in secret; 1 where all do.
+        rate: The chance of each client of the federation to be among them, where they were sampled.
 
     Args:
         engine: Carries out the exchanges.
@@ -48,6 +49,7 @@ class Cohort:
         self.when: tuple[int, ...] = ()
         self.part = "train"
         self.share = 1.0
+        self.rate = 1.0
 
     # --- who they are --------------------------------------------------------------------------------------------
 
@@ -107,11 +109,11 @@ class Cohort:
         return self.only((~torch.isin(self.clients, clients)).nonzero().flatten())
 
     def sample(self, fraction: float) -> Cohort:
-        """A random share of the clients; who they are follows from the key and the moment, or is their secret."""
+        """A random share of the clients; who they are is up to the engine, or their secret."""
         if fraction >= 1:
             return self
         asked, share = self.engine.invite(self.numbers, self.when, fraction)
-        return self.only(asked)._but(share=self.share * share)
+        return self.only(asked)._but(share=self.share * share, rate=self.rate * fraction)
 
     def uncharged(self) -> Cohort:
         """The same clients, in exchanges that a real federation would not make: their bytes are not counted."""
@@ -172,7 +174,18 @@ class Cohort:
     ) -> Exchange:
         everybody = len(self) == self.population
         return Exchange(
-            step, message, slots, rows, self.clients, self.part, self.when, everybody, self.ledger, first, self.share
+            step,
+            message,
+            slots,
+            rows,
+            self.clients,
+            self.part,
+            self.when,
+            everybody,
+            self.ledger,
+            first,
+            self.share,
+            self.rate,
         )
 
     def _but(self, **changes: Any) -> Cohort:

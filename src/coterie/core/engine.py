@@ -18,7 +18,11 @@ from coterie.core.sums import Sums
 from coterie.core.task import Task
 from coterie.core.train import own_rows
 
-_CLIENT, _SAMPLE = 1, 2  # streams under the key of all clients
+_CLIENT, SAMPLE = 1, 2  # streams under the key of all clients
+
+
+class Spent(Exception):
+    """The privacy budget of a run does not allow an exchange that its method asks for."""
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Ledger:
     messages: list[str] = field(default_factory=list)  # for the log of the run
     left_out: list[str] = field(default_factory=list)  # sites that failed in this round
     usual: dict[str, float] = field(default_factory=dict)  # on Flower, how far sites usually moved models at most
+    account: dict[str, Any] = field(default_factory=dict)  # what a private run has released so far
 
     def charge(self, down: int, up: int) -> None:
         """Count the bytes of an exchange."""
@@ -81,6 +86,7 @@ class Exchange(NamedTuple):
         ledger: Where bytes and memories are kept.
         first: What clients do before the step; None where they begin with it.
         share: How likely each client takes part, which it decides in secret; 1 where all do.
+        rate: The chance that each client of the federation had to be asked.
     """
 
     step: Step
@@ -94,6 +100,7 @@ class Exchange(NamedTuple):
     ledger: Ledger
     first: First | None = None
     share: float = 1.0
+    rate: float = 1.0
 
     def only(self, at: Tensor) -> Exchange:
         """The same exchange with the clients at these positions alone."""
@@ -161,6 +168,10 @@ class Engine(ABC):
         """The engine for exchanges that a real federation would not make, such as scoring in a simulation."""
         return self
 
+    def told(self, row: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+        """A row of the history as it may be told."""
+        return row
+
     def client_key(self, i: int) -> Key:
         """A client's own key, by its position in the federation."""
         return self.key.fold(_CLIENT, int(self.federation.numbers[i]))
@@ -176,5 +187,5 @@ class Engine(ABC):
 
 def sampled(key: Key, when: tuple[int, ...], numbers: Tensor, fraction: float) -> Tensor:
     """Positions of a random share of clients, at least one, that follows from the key, the moment and their numbers."""
-    order = key.fold(_SAMPLE, *when).shuffle(numbers)
+    order = key.fold(SAMPLE, *when).shuffle(numbers)
     return order[: max(1, round(fraction * len(numbers)))].sort().values

@@ -53,7 +53,19 @@ class Key(NamedTuple):
             >>> bool((a == b).all())
             True
         """
+        return torch.from_numpy(np.argsort(self._hashes(numbers), kind="stable"))
+
+    def chances(self, numbers: Tensor) -> Tensor:
+        """Uniform in [0, 1) for each of some integers; they depend on the integers, not their places.
+
+        Example:
+            >>> Key.of(0).chances(torch.tensor([3, 1])).flip(0).equal(Key.of(0).chances(torch.tensor([1, 3])))
+            True
+        """
+        return torch.from_numpy((self._hashes(numbers) >> np.uint64(11)) * 2.0**-53)
+
+    def _hashes(self, numbers: Tensor) -> np.ndarray:
         z = numbers.numpy().astype(np.uint64) + np.uint64(self.seed())  # splitmix64
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return torch.from_numpy(np.argsort(z ^ (z >> np.uint64(31)), kind="stable"))
+        return z ^ (z >> np.uint64(31))

@@ -164,6 +164,18 @@ def clipped(gradient: Params, length: float) -> Params:
     return tree_map(lambda g: g * factor, gradient)
 
 
+def shortened(update: Any, bound: float) -> tuple[Any, Tensor]:
+    """A tree no longer than a bound, 0 if it is not finite; and whether it was no longer before, as 1 or 0.
+
+    Example:
+        >>> shortened({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)
+        ({'a': tensor([0.6000]), 'b': tensor([0.8000])}, tensor(0.))
+    """
+    norm = torch.stack([x.double().square().sum() for x in leaves(update)]).sum().sqrt()
+    factor, known = (bound / norm.clamp(min=bound)), torch.isfinite(norm)
+    return tree_map(lambda x: torch.where(known, x * factor.to(x), 0.0), update), (norm <= bound).float()
+
+
 def _apart(task: Task, theta: Params) -> tuple[Params, Params]:
     """The parameters that are trained, and the buffers that move with them."""
     moving = task.moving

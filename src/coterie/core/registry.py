@@ -25,6 +25,7 @@ GROUP = "coterie.methods"
 # Modules that register classes.
 BUILT_IN = (
     "coterie.methods",
+    "coterie.privacy.bounded",
     "coterie.robust.rules",
     "coterie.runs.evaluate",
     "coterie.runs.diagnosis",

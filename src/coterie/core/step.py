@@ -8,7 +8,7 @@ of one client. A step crosses a network as the name of its class, the class's se
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -76,6 +76,8 @@ class ClientStep(NamedTuple):
             or "hidden", -1. A note that is not listed has to be sent as it is, so the step cannot run there.
         weights: How heavily a client may count in a sum: at most 1 ("uniform"), or at most as its rows ("size"). Nodes
             of a real federation are held to it.
+        finish: What clients do to their replies outside of the traced function, where every reply is asked for:
+            `finish(replies, keys)` is given the stacked replies of some clients, and the key of each at this moment.
 
     Example:
         >>> step = ClientStep(lambda message, local: Reply(message + local.data.x.sum()))
@@ -88,6 +90,7 @@ class ClientStep(NamedTuple):
     draw: Draw | None = None
     secrecy: Mapping[str, Secrecy] = {}
     weights: Weights = "size"
+    finish: Callable[[Reply, Sequence[Key]], Reply] | None = None
 
 
 class Description(Protocol):
@@ -134,5 +137,7 @@ def derived(step: Step, task: Task) -> ClientStep:
 def step_name(step: Step) -> str:
     """A step's name for messages, such as "IFCA.step"."""
     owner = getattr(step, "__self__", None)
+    if inner := getattr(owner, "inner", None):  # a step around another
+        return step_name(inner)
     name = getattr(step, "__name__", "step")
     return name if owner is None else f"{type(owner).__name__}.{name}"

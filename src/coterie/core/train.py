@@ -24,6 +24,7 @@ from coterie.core.local import (
     nearest,
     personal_of,
     pick,
+    shortened,
     training_gradient,
     unless_refused,
 )
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 _BATCHES, _NOISE = 1, 4  # streams under a client's key
 
-SECRECY: dict[str, Secrecy] = {"label": "hidden", "loss": "mean", "held": "mean", "held_rows": "mean"}
+SECRECY: dict[str, Secrecy] = {
+    "label": "hidden", "loss": "mean", "held": "mean", "held_rows": "mean", "within": "mean",
+}  # fmt: skip
 
 
 class Models(NamedTuple):
@@ -200,6 +203,7 @@ class _Outcome(NamedTuple):
     label: Tensor | tuple[()]
     loss: Tensor
     held: Tensor | tuple[()]
+    within: Tensor | tuple[()]
     memory: dict[str, Any]
 
 
@@ -216,6 +220,8 @@ class Train:
         weights: How heavily a client counts: "uniform", or by its number of rows ("size").
         rows: Which rows serve for what; None uses all for everything.
         send: Whether the client replies with the trained "model", or with the "change" from the one it was sent.
+        bound: The length of the change, or of the gradient, to which longer ones are shortened; one that is not finite
+            becomes 0. The note "within" says whether it was short enough. None sends it as it is.
         full_loss: Whether the loss in the note is that on all rows, where a client neither chooses nor trains on all.
             Otherwise it is that on the rows of the first step.
 
@@ -238,6 +244,7 @@ class Train:
     rows: Rows | None = None
     send: Literal["model", "change"] = "model"
     full_loss: bool = False
+    bound: float | None = None
 
     @property
     def holdout(self) -> float:
@@ -269,8 +276,9 @@ class Train:
             update = {n: updated.theta[n] for n in theta if n not in task.personal}
             if self.send == "change":
                 update = tree_map(torch.sub, update, {n: theta[n] for n in update})
+            update, within = (update, ()) if self.bound is None else shortened(update, self.bound)
             memory = self._memory(task, updated, label)
-            return _Outcome(update, label, updated.loss if loss is None else loss, held, memory)
+            return _Outcome(update, label, updated.loss if loss is None else loss, held, within, memory)
 
         def run(sent: Models, local: Local) -> Reply:
             kept = local.memory.get("moments", ()) if isinstance(local.memory, dict) else ()
@@ -342,6 +350,8 @@ class Train:
         if isinstance(found.held, Tensor):
             count = (local.draws["held"] >= 0).sum()
             note |= {"held": found.held * count, "held_rows": count.expand(found.held.shape)}
+        if isinstance(found.within, Tensor):
+            note["within"] = found.within
         slot = found.label if isinstance(found.label, Tensor) else FIRST
         weight = weight_of(local.data, self.weights)
         if self.starts is not None:

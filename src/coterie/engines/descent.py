@@ -42,6 +42,33 @@ class Moved(NamedTuple):
     loss: Tensor  # before the first step (c, r)
 
 
+def shortened(split: FirstLinear, moved: Moved, kernel: Tensor | None, bound: float) -> tuple[Moved, Tensor]:
+    """What moved, no longer than a bound and 0 if it is not finite; and whether it was no longer before (c, r).
+
+    Args:
+        split: The model taken apart.
+        moved: How far all parameters moved, or gradients.
+        kernel: That of the dual form, where ‖BᵀX‖² + ‖Bᵀ1‖² = ⟨B, (XXᵀ + 1)B⟩.
+        bound: The length.
+    """
+    if moved.bias is None:
+        assert kernel is not None
+        parts = [moved.first * (kernel[:, None] @ moved.first)]
+    else:
+        parts = [moved.first.square(), *([moved.bias.square()] if split.bias else [])]
+    parts += [x.square() for x in moved.rest.values()]
+    norm = torch.stack([x.flatten(2).double().sum(2) for x in parts]).sum(0).clamp(min=0).sqrt()  # (c, r)
+    factor, known = bound / norm.clamp(min=bound), torch.isfinite(norm)
+
+    def short(x: Tensor) -> Tensor:
+        shape = *norm.shape, *[1] * (x.dim() - 2)
+        return torch.where(known.reshape(shape), x * factor.to(x).reshape(shape), 0.0)
+
+    bias = None if moved.bias is None else short(moved.bias)
+    found = Moved(short(moved.first), bias, tree_map(short, moved.rest), moved.loss)
+    return found, (norm <= bound).float()
+
+
 def descend(split: FirstLinear, by: Descend | Gradient, work: Work) -> Moved:
     """τ steps of every client and start, or one gradient."""
     starts = work.z.shape[1]

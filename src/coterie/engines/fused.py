@@ -32,7 +32,7 @@ from coterie.core.sums import Sums, weighted_sums
 from coterie.core.task import Data
 from coterie.core.train import Descend, Models, Train
 from coterie.engines.chunks import Chunks, Ways
-from coterie.engines.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side
+from coterie.engines.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side, shortened
 from coterie.engines.graphs import Replayed
 from coterie.engines.kernels import descend_by_turns, descend_on_chip, fits, turns
 from coterie.engines.local import LocalEngine, Part
@@ -119,15 +119,17 @@ class Fused:
                 label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
                 z = first_product(split, sent.models, data.x, label, factor)
         rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
-        judged = None if held is None else _held_loss(split, rest, z, data.y, held)
+        notes = {} if held is None else _held_loss(split, rest, z, data.y, held)
         kernel = self._kernel(split, data.x, exchange, clients)
         work = Work(data.x, data.y, row_shares(data), z.float(), kernel, rest, sent.lr)
         with engine.arithmetic(), torch.autocast(self.device.type, enabled=False):  # many small steps: no bfloat16 here
             moved = self._move(split, sent.step, work, exchange, clients)
         if sent.step.send == "change":
             moved = moved._replace(rest=tree_map(torch.sub, moved.rest, rest))
+        if sent.step.bound is not None:
+            moved, notes["within"] = shortened(split, moved, kernel, sent.step.bound)
         return Trained(
-            data.x, factor, moved, label, judged, sent.step.send == "model" and isinstance(sent.step.by, Descend)
+            data.x, factor, moved, label, notes, sent.step.send == "model" and isinstance(sent.step.by, Descend)
         )
 
     def _held(self, step: Train, exchange: Exchange, clients: Tensor, data: Data) -> Tensor | None:
@@ -280,8 +282,7 @@ class Sent(NamedTuple):
     def note(self, trained: Trained) -> dict[str, Tensor]:
         """The clients' diagnostics."""
         note = {"loss": trained.moved.loss}
-        if trained.judged is not None:
-            note |= trained.judged
+        note |= trained.notes
         if self.label is not None:
             note["label"] = self.label[trained.label]
         return note if self.step.starts is not None else {name: x[:, 0] for name, x in note.items()}
@@ -294,7 +295,7 @@ class Trained(NamedTuple):
     rows: Factor  # the same rows as one long list (c·n, d)
     moved: Moved
     label: Tensor  # the model each took (c, r)
-    judged: dict[str, Tensor] | None  # the notes about rows that were held out (c, r)
+    notes: dict[str, Tensor]  # about rows that were held out, and about how far the model has moved (c, r)
     based: bool  # whether what moved is to be added to W⁰ and b⁰, or is itself the answer (a gradient)
 
     def models(self, split: FirstLinear, start: Params) -> Params:

@@ -94,7 +94,10 @@ class LocalEngine(Engine):
     def gather(self, exchange: Exchange) -> Reply:
         """Run the step on every client and return every reply, stacked in the clients' order."""
         exchange = self.delivered(exchange)
-        return self.stacked(exchange, self.replies(exchange))
+        reply, finish = self.stacked(exchange, self.replies(exchange)), derived(exchange.step, self.work).finish
+        if finish is None:
+            return reply
+        return finish(reply, [self.client_key(i).fold(*exchange.when) for i in exchange.clients.tolist()])
 
     def delivered(self, exchange: Exchange) -> Exchange:
         """The exchange with its message on the device, and its clients' features there."""

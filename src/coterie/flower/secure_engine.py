@@ -70,6 +70,11 @@ class SecureFlower(Secure):
         self._account(exchange, session.server.transcript, 0, opened)
         return code.sums(opened, len(exchange.clients))
 
+    def least(self, exchange: Exchange) -> int:
+        """Return how many clients' replies a sum holds at least: those of the smallest nodes that must answer."""
+        sizes = sorted(len(own) for own in self._nodes.by_site(exchange.clients).values())
+        return sum(sizes[: self._terms(exchange).needed])
+
     def _terms(self, exchange: Exchange) -> Terms:
         nodes, clients, wanted = len(self._nodes.by_site(exchange.clients)), len(exchange.clients), self._settings
         if nodes < LEAST or clients < wanted.min_members:

@@ -43,7 +43,7 @@ log = logging.getLogger("coterie")
 
 PATIENCE = 60.0  # seconds to wait for another server to leave a run folder
 
-RUN = ("rounds", "seed", "precision", "evaluations", "secure", "uplink", "aggregate")
+RUN = ("rounds", "seed", "precision", "evaluations", "secure", "privacy", "uplink", "aggregate")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Parsed(NamedTuple):
 
     algorithm: Method
     task: Task
-    run: dict[str, Any]  # rounds, seed, evaluations, secure, uplink, aggregate
+    run: dict[str, Any]  # rounds, seed, evaluations, secure, privacy, uplink, aggregate
     precision: Precision
 
 

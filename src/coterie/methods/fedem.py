@@ -27,7 +27,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import each_model
 from coterie.core.method import Method, Needs, Report, Served
-from coterie.core.pytree import Params
+from coterie.core.pytree import Params, tree_map
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
@@ -125,7 +125,10 @@ class FedEM(LocalTraining, ServerStep, Method):
         """Lines 2 to 10."""
         chosen = cohort.sample(self.fraction)
         sums = chosen.combine(self.step, self._broadcast(state), slots=self.k)  # lines 2-8
-        mean = slot_mean(sums._replace(update=sums.update["theta"]), otherwise=state.theta)  # lines 9-10
+        change = sums._replace(update=sums.update["moved"])
+        mean = tree_map(
+            torch.add, state.theta, slot_mean(change, tree_map(torch.zeros_like, state.theta))
+        )  # lines 9-10
         theta, moments = self.advance(state.theta, mean, sums.weight, state.moments, cohort.task)
         labels = state.labels.clone()
         labels[chosen.clients] = sums.note["label"]
@@ -159,8 +162,9 @@ class FedEM(LocalTraining, ServerStep, Method):
             kept = local.memory["moments"] if isinstance(local.memory, dict) else ()
             theta, moments = each_model(solve)(sent.theta, mixed.own, kept)
             rows, mass = local.data.mask.sum(), mixed.own.sum(1)
+            loss = _component_losses(mixed.own, losses, local.data.y[0].numel())
             return Reply(
-                update={"theta": theta, "loss": _component_losses(mixed.own, losses, local.data.y[0].numel())},
+                update={"moved": tree_map(torch.sub, theta, sent.theta), "loss": loss},
                 weight=mass if self.weights == "size" else mass / rows.clamp(min=1),
                 slot=torch.arange(self.k, device=mass.device),
                 note={"label": mixed.share.argmax(), "loss": mixed.loss},

@@ -37,6 +37,10 @@ class _Around(Engine):
         """The inner engine's: a score is no model, and nobody takes a mean of it."""
         return self.inner.in_the_open()
 
+    def invite(self, numbers: Tensor, when: tuple[int, ...], fraction: float) -> tuple[Tensor, float]:
+        """Whom the inner engine asks."""
+        return self.inner.invite(numbers, when, fraction)
+
     def gather(self, exchange: Exchange) -> Reply:
         """Run the step on every client and return every reply: no change is long, and no voice louder than others."""
         step, reply = exchange.step(self.task), self.inner.gather(exchange)

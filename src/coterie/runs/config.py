@@ -16,13 +16,25 @@ from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.data import CHANGES, DATASETS
 from coterie.models import MODELS
+from coterie.privacy import Privacy
 from coterie.robust.rules import Aggregate
 from coterie.runs.candidates import candidates
 from coterie.secure import SecureSum
 from coterie.storage.names import nearest_name
 
 COMPARE_KEYS = ("seeds", "holdout", "new", "few")  # of [compare], besides the candidates
-RUN_KEYS = ("rounds", "seed", "executor", "device", "precision", "evaluations", "secure", "uplink", "aggregate")
+RUN_KEYS = (
+    "rounds",
+    "seed",
+    "executor",
+    "device",
+    "precision",
+    "evaluations",
+    "secure",
+    "privacy",
+    "uplink",
+    "aggregate",
+)
 NESTED: dict[str, Kind] = {  # settings that are dataclasses of settings, and what kind of thing they name
     "init": "start",
     "method": "method",
@@ -203,6 +215,13 @@ def build_secure(table: dict[str, Any]) -> SecureSum:
     return _settings(SecureSum, table, "run.secure")
 
 
+def build_privacy(table: dict[str, Any]) -> Privacy:
+    """The settings of privacy that a table describes; an empty one takes its defaults."""
+    if not isinstance(table, dict):
+        raise ValueError(f"[run] privacy must be a table, such as {{ epsilon = 8.0 }}, got {table!r}")
+    return _settings(Privacy, table, "run.privacy")
+
+
 def build(tables: dict[str, Any]) -> Config:
     """All of a config.toml."""
     algorithm, task, run = build_settings(tables)
@@ -266,7 +285,7 @@ def _candidates(tables: dict[str, Any], own: dict[str, Any], task: Task, federat
 
 def build_run(table: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `fit` that a [run] table describes."""
-    build = {"secure": build_secure, "uplink": build_uplink, "aggregate": build_aggregate}
+    build = {"secure": build_secure, "privacy": build_privacy, "uplink": build_uplink, "aggregate": build_aggregate}
     return {name: build[name](value) if name in build else value for name, value in table.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from coterie.core.settings import check_type, to_plain, validate
 from coterie.core.task import Task
 from coterie.core.uplink import Transform, Uplink
 from coterie.engines import find_device, find_engine
+from coterie.privacy import Privacy
 from coterie.robust.engine import robust_engine
 from coterie.robust.rules import Aggregate, Buckets, find_aggregate
 from coterie.runs.arguments import check_callbacks, check_federation, check_method, check_task
@@ -60,6 +61,7 @@ def fit(
     precision: str = "float32",
     evaluations: int = 100,
     secure: SecureSum | None = None,
+    privacy: Privacy | None = None,
     uplink: Sequence[Transform] = (),
     aggregate: str | Aggregate | None = None,
     out: str | Path | None = None,
@@ -84,6 +86,8 @@ def fit(
         evaluations: How often at most all clients are scored on the way, evenly spaced; the last round always is.
         secure: Have updates added up so that the server sees only sums by cluster, and not who is in which. For methods
             that only `combine`; scores are still those of every client. None adds in the open.
+        privacy: Have clients' replies bounded and noise added, so that what is learnt is (ε, δ)-differentially private
+            for every client; for methods that only `combine`. None adds no noise.
         uplink: What is done to every client's reply before it is added up, in this order, such as `Quantise(bits=8)`.
         aggregate: A robust mean of the models of a cluster's clients, which a few hostile ones cannot move far:
             "median", "geometric_median", "trimmed", "krum", "clipped", "buckets" (the one for a secure sum), or one of
@@ -120,6 +124,7 @@ def fit(
         seed=seed,
         evaluations=evaluations,
         secure=secure,
+        privacy=privacy,
         uplink=transforms,
         aggregate=aggregate,
         out=out,
@@ -138,6 +143,7 @@ def fit_on(
     evaluations: int = 100,
     secure: SecureSum | None = None,
     secured: Callable[[Any, SecureSum], Engine] | None = None,
+    privacy: Privacy | None = None,
     uplink: Uplink | None = None,
     aggregate: str | Aggregate | None = None,
     out: str | Path | None = None,
@@ -155,6 +161,7 @@ def fit_on(
         evaluations: How often at most all clients are scored on the way.
         secure: The secure sum by which updates are added up; None adds in the open.
         secured: Puts the engine of a secure sum around the clients' own; None takes the simulator's.
+        privacy: Bounds and noise for every client's reply; None adds no noise.
         uplink: What the engine does to every reply, for the run folder.
         aggregate: The robust mean of the models of a cluster's clients; None takes the mean.
         out: The run folder to write; None writes nothing.
@@ -173,12 +180,19 @@ def fit_on(
     options: dict[str, Any] = {"rounds": rounds, "seed": seed, "precision": engine.precision}
     if uplink is not None and uplink.transforms:
         options["uplink"] = describe_uplink(uplink)
+    wraps: list[Callable[[Any], Engine]] = []
     if secure is not None:
-        membership, options["secure"] = _secured(membership, secure, secured), to_plain(secure)
+        options["secure"] = to_plain(secure)
+        wraps.append(_secured(secure, secured))
     if aggregate is not None:
-        rule = _check_aggregate(aggregate, algorithm, secure)
-        membership = membership.wrapped(partial(robust_engine, aggregate=rule))
+        rule = _check_aggregate(aggregate, algorithm, secure, privacy)
         options["aggregate"] = describe_aggregate(rule)
+        wraps.append(partial(robust_engine, aggregate=rule))
+    if privacy is not None:
+        options["privacy"] = to_plain(privacy)
+        wraps.append(_private(privacy, algorithm, rounds, distributed=secure is not None))
+    if wraps:
+        membership = membership.wrapped(lambda engine: reduce(lambda inner, wrap: wrap(inner), wraps, engine))
     config = config_of(algorithm, engine.task, engine.federation, options)
     name, metric, device = type(algorithm).__name__, engine.task.metric, str(engine.device)
     progress = Progress(name, rounds, metric, device, hidden=not engine.leads)
@@ -237,9 +251,13 @@ def _check(
         raise ValueError("fit: resume=True needs out, the folder of the run to go on with")
 
 
-def _check_aggregate(given: str | Aggregate, algorithm: Method, secure: SecureSum | None) -> Aggregate:
+def _check_aggregate(
+    given: str | Aggregate, algorithm: Method, secure: SecureSum | None, privacy: Privacy | None
+) -> Aggregate:
     """The robust mean that is given, if the method's server takes means of models, and is allowed to see them."""
     rule, needs = find_aggregate(given), algorithm.needs
+    if privacy is not None:
+        raise ValueError("fit: the noise of privacy is made for sums, of which aggregate takes none: give one of them")
     if secure is not None and not isinstance(rule, Buckets):
         raise ValueError(
             f"fit: aggregate={type(rule).__name__}() needs every client's own reply, and of a secure sum the server "
@@ -253,9 +271,7 @@ def _check_aggregate(given: str | Aggregate, algorithm: Method, secure: SecureSu
     return rule
 
 
-def _secured(
-    membership: Membership, secure: SecureSum, around: Callable[[Any, SecureSum], Engine] | None
-) -> Membership:
+def _secured(secure: SecureSum, around: Callable[[Any, SecureSum], Engine] | None) -> Callable[[Any], Engine]:
     if find_spec("cryptography") is None:
         raise ValueError("fit: secure needs the package cryptography: pip install 'coterie[secure]'")
     check_type("fit: secure", secure, SecureSum)
@@ -263,7 +279,18 @@ def _secured(
     from coterie.secure.engine import Secure  # which needs that package
 
     make = around or Secure
-    return membership.wrapped(lambda engine: make(engine, secure))
+    return lambda engine: make(engine, secure)
+
+
+def _private(privacy: Privacy, algorithm: Method, rounds: int, *, distributed: bool) -> Callable[[Any], Engine]:
+    if find_spec("dp_accounting") is None:
+        raise ValueError("fit: privacy needs the package dp-accounting: pip install 'coterie[privacy]'")
+    check_type("fit: privacy", privacy, Privacy)
+    validate(privacy)
+    from coterie.privacy.engine import Private, resolved  # which needs that package
+
+    settings = resolved(privacy, rounds, getattr(algorithm, "fraction", 1.0), distributed=distributed)
+    return lambda engine: Private(engine, settings, distributed=distributed)
 
 
 def config_of(algorithm: Method, task: Task, federation: Federation, run: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
+from coterie.core.engine import Spent
 from coterie.core.key import Key
 from coterie.core.membership import Membership
 from coterie.core.method import Method, Report
@@ -39,6 +40,7 @@ class _Now(NamedTuple):
     state: Any
     done: int  # rounds
     memory: dict[int, Any]  # what the clients keep for themselves
+    account: dict[str, Any]  # what a private run has released
 
 
 class Loop:
@@ -59,7 +61,7 @@ class Loop:
         self.rounds, self.every, self.record = rounds, every, record
         self.callbacks, self.progress = callbacks, progress
         self.history: list[dict[str, Any]] = []
-        self.now = _Now(None, 0, {})
+        self.now = _Now(None, 0, {}, {})
         self.start_seconds = 0.0
         self.tracked = True  # whether the history names who moved
         self.told: Tensor | None = None  # every client's cluster, as far as the history says
@@ -76,7 +78,8 @@ class Loop:
         return self.now.state
 
     def _publish(self, state: Any, done: int) -> None:
-        self.now = _Now(state, done, dict(self.cohort.ledger.memory))
+        ledger = self.cohort.ledger
+        self.now = _Now(state, done, dict(ledger.memory), dict(ledger.account))
 
     def run(self, resume: bool) -> Run:
         """Do the rounds, or those after the newest checkpoint; a run that is interrupted leaves one."""
@@ -120,22 +123,29 @@ class Loop:
         """Do the rounds. A run that is resumed asks its callbacks first: they may have ended it here."""
         for t in range(self.now.done, self.rounds):
             if self._called_off():
-                self._say_stop(t)
+                self._say(f"a callback ended the run after round {t} of {self.rounds}")
                 break
             if self.method.done(self.state):
                 break
-            self._round(t)
+            try:
+                self._round(t)
+            except Spent as why:
+                self._say(f"{why}: the run ends after round {t} of {self.rounds}")
+                break
         else:
             self._called_off()  # there is nothing to end
 
-    def _say_stop(self, done: int) -> None:
-        self.cohort.ledger.messages.append(f"a callback ended the run after round {done} of {self.rounds}")
+    def _say(self, message: str) -> None:
+        self.cohort.ledger.messages.append(message)
         self._write_log()
 
     def _start(self) -> None:
         begin = time.perf_counter()
         first = self.key.fold(START)
-        state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
+        try:
+            state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
+        except Spent as why:
+            raise ValueError(f"{why}: the start alone takes more than the budget") from None
         state = to_device(state, self.cohort.engine.device)
         if bad := self._not_finite(state):
             hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
@@ -164,6 +174,7 @@ class Loop:
         if left_out := self.cohort.ledger.left_out:
             row["left_out"] = sorted(set(left_out))
             left_out.clear()
+        row = self.cohort.engine.told(row, self.cohort.ledger)
         self._write_log()
         if self.record:
             self.record.event("round", **row)
@@ -268,8 +279,10 @@ class Loop:
     def _checkpoint(self, *, force: bool = False) -> None:
         if self.record and self.state is not None:
             now, ledger = self.now, self.cohort.ledger
-            content = {**now._asdict(), "chunks": ledger.chunks, "usual": ledger.usual}
-            self.record.checkpoint(now.done, content, force=force)
+            kept = {**now._asdict(), "chunks": ledger.chunks, "usual": ledger.usual}
+            if self.cohort.engine.remote:  # half a round that is done again has other noise there, and costs again
+                kept["account"] = ledger.account
+            self.record.checkpoint(now.done, kept, force=force)
 
     def _restore(self) -> bool:
         assert self.record is not None  # fit() has made sure
@@ -288,6 +301,7 @@ class Loop:
         self.cohort.ledger.memory = all_on(self.cohort.engine.device, content["memory"])
         self.cohort.ledger.chunks = content["chunks"]
         self.cohort.ledger.usual = content.get("usual", {})  # checkpoints of earlier versions have none
+        self.cohort.ledger.account = dict(content.get("account", {}))  # older checkpoints have none
         self._publish(to_device(content["state"], self.cohort.engine.device), content["done"])
         return True
 

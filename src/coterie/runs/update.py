@@ -338,8 +338,11 @@ def _check(run: Run, federation: Federation, rounds: int, patience: int) -> None
         raise ValueError(
             f"update: only runs of the executors {', '.join(SIMULATED)} can be updated, not of '{engine.name}'"
         )
-    robust = isinstance(engine, Robust | Bucketed)
-    options: dict[str, Any] = {"secure": engine.in_the_open() is not engine, "aggregate": robust}
+    options: dict[str, Any] = {
+        "aggregate": isinstance(engine, Robust | Bucketed),
+        "privacy": bool(run._cohort.ledger.account),
+        "secure": engine.in_the_open() is not engine,
+    }
     if uplink := getattr(engine.in_the_open(), "uplink", None):
         options["uplink"] = uplink.transforms
     if isinstance(engine, Absent):
@@ -347,7 +350,13 @@ def _check(run: Run, federation: Federation, rounds: int, patience: int) -> None
         options = config["run"]
         if isinstance(config["algorithm"].get("lr_schedule"), str):
             raise ValueError("update: the run's lr_schedule is a function, which its folder does not keep")
-    for name, what in (("uplink", "an uplink"), ("aggregate", "a robust mean"), ("secure", "a secure sum")):
+    unlike = {
+        "uplink": "an uplink",
+        "aggregate": "a robust mean",
+        "privacy": "a privacy budget",
+        "secure": "a secure sum",
+    }
+    for name, what in unlike.items():
         if options.get(name):
             raise ValueError(f"update: the run had {what}, without which it cannot go on")
     before, now = run._cohort.federation.columns, federation.columns

@@ -14,7 +14,7 @@ from coterie.runs.folder import finished, read_config, read_events, read_result,
 # What every row of the history has besides the score, whose name is the task's.
 FIXED = {
     "round", "loss", "loss_per_cluster", "per_cluster", "changed", "moved", "groups", "members", "participants",
-    "seconds", "bytes_down", "bytes_up", "left_out", "update",
+    "seconds", "bytes_down", "bytes_up", "left_out", "update", "epsilon", "clip",
 }  # fmt: skip
 
 
@@ -136,6 +136,15 @@ class View:
         """What the clients of a finished run are called."""
         assert self.result is not None
         return self.result.get("ids") or [str(i) for i in range(len(self.result["labels"]))]
+
+    @property
+    def privacy(self) -> str | None:
+        """ε and δ as last known; None for a run that is not private."""
+        settings, last = self.config["run"].get("privacy"), self.history[-1] if self.history else {}
+        if not settings or last.get("epsilon") is None:
+            return None
+        added = "by the clients" if self.config["run"].get("secure") else "by the server"
+        return f"epsilon {last['epsilon']:.4g}, delta {settings['delta']:g} for every client, noise added {added}"
 
     @property
     def tree(self) -> list[dict[str, Any]] | None:

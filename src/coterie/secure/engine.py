@@ -25,7 +25,7 @@ from coterie.secure.protocol import Answering, Session
 MOST = 256  # clients per session: masks and shares are made for every pair of clients
 ROOM = 62  # bits for the largest sum, of the 63 that a signed number has
 LEAST = 20  # fractional bits; with fewer, sums would not be exact enough
-_PARTS = 3  # stream under the key of all clients, and under each one's
+_PARTS = 6  # stream under the key of all clients, and under each one's
 
 Witness = Callable[[Transcript], None]
 
@@ -98,9 +98,17 @@ class Secure(Engine):
             "server gets nothing but sums; choose another method or start, or leave secure out"
         )
 
+    def least(self, exchange: Exchange) -> int:
+        """Return how many clients' replies a sum holds at least."""
+        wanted = self._settings
+        return max(math.floor(wanted.threshold * len(exchange.clients)) + 1, wanted.min_members)
+
+    def rounding(self, exchange: Exchange) -> float:
+        """Return the unit to whose multiples replies are rounded."""
+        return 2.0 ** -fractional_bits(max(1, len(exchange.clients)), self._settings.clip)
+
     def _parties(self, exchange: Exchange) -> tuple[dict[int, Client], Terms]:
-        n, wanted = len(exchange.clients), self._settings
-        needed = max(math.floor(wanted.threshold * n) + 1, wanted.min_members)
+        n, wanted, needed = len(exchange.clients), self._settings, self.least(exchange)
         if n < needed:
             raise ValueError(f"secure sum: at least {needed} clients must take part, got {n}")
         if n > MOST:
@@ -174,7 +182,7 @@ class Code(NamedTuple):
                     f"secure sum: {name} tells the server every client's '{note}', and of a secure sum it gets nothing "
                     "but sums; choose another method, or leave secure out"
                 )
-        bits = math.floor(ROOM - math.log2(clients * clip))
+        bits = fractional_bits(clients, clip)
         if bits < LEAST:
             raise ValueError(f"secure sum: clip = {clip:g} leaves {clients} clients too few bits; lower it")
         update = tree_map(lambda x: x.new_empty(x.shape[reply.slot.dim() :], device="meta"), reply.update)
@@ -254,3 +262,8 @@ class Code(NamedTuple):
 
     def _decode(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).double() / 2.0**self.bits
+
+
+def fractional_bits(clients: int, clip: float) -> int:
+    """Return how many fractional bits there is room for, in a sum over clients of numbers up to `clip`."""
+    return math.floor(ROOM - math.log2(clients * clip))
