@@ -236,7 +236,7 @@ def test_a_node_that_stays_silent_is_asked_ever_less_often(error, task, ragged, 
 
     assert [len(round(unit)) for unit in range(1, 9)] == [9] * 8
     assert asked == [1, 2, 4, 8]
-    assert "it was silent, and is asked again in round 7" in members.everyone.ledger.messages[-2]
+    assert "it was silent, and is asked again in round 8" in members.everyone.ledger.messages[-2]
     answers.append("yes")
     assert [len(round(unit)) for unit in range(9, 18)] == [9] * 7 + [12] * 2
     assert asked == [1, 2, 4, 8, 16, 17]

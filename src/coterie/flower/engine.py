@@ -21,7 +21,7 @@ from coterie.core.engine import Engine, Exchange, Ledger
 from coterie.core.key import Key
 from coterie.core.precision import Precision
 from coterie.core.pytree import nbytes, tree_map
-from coterie.core.step import Reply
+from coterie.core.step import Reply, derived
 from coterie.core.sums import Sums
 from coterie.core.task import Task
 from coterie.core.train import Train, own_rows
@@ -149,7 +149,7 @@ class FlowerEngine(Engine):
         resting = {s: at for s in sites if s not in away and (at := self.backoff.resting([names[s]]).get(names[s]))}
         if self.present - len(away) - len(resting) < self.needed:
             return away  # without them there would be too few
-        return away | {s: f"it was silent, and is asked again in round {at - 1}" for s, at in resting.items()}
+        return away | {s: f"it was silent, and is asked again in round {at}" for s, at in resting.items()}
 
     @property
     def needed(self) -> int:
@@ -229,7 +229,9 @@ class FlowerEngine(Engine):
         requests = {s: (self.roster.nodes[s], TYPE[verb], self.request(asking, own)) for s, own in at.items()}
         messages = exchange(self.grid, requests, self.deadline)
         asked = {s: self._asked(verb, asking, own) for s, own in at.items()}
-        faults = {s: self.silence(message) for s, message in messages.items()} | _oversized(messages, asked, asking)
+        faults = {s: self.silence(message) for s, message in messages.items()}
+        self.backoff.forgive(self.roster.sites[s] for s, why in faults.items() if not isinstance(why, Silent))
+        faults |= _oversized(messages, asked, asking)
         answers = dict[int, Any]()
         for s, message in messages.items():
             if message is not None and not faults[s]:
@@ -243,9 +245,11 @@ class FlowerEngine(Engine):
     def _asked(self, verb: Verb, asking: Exchange, at: Tensor) -> Asked:
         """What the site with the clients at these positions is asked for."""
         step, sizes = asking.step(self.task), self.sizes(asking)[at]
-        worth = torch.ones(len(at)) if getattr(step, "weights", "size") == "uniform" else sizes.clamp(min=1)
+        uniform = derived(asking.step, self.task).weights == "uniform"
+        worth = torch.ones(len(at)) if uniform else sizes.clamp(min=1)
         sums = (step.starts or 1) if isinstance(step, Train) else None
-        steps = int(sizes.max()) if getattr(getattr(asking.step, "__self__", None), "epochs", None) else 1
+        by_epochs = getattr(getattr(asking.step, "__self__", None), "epochs", None)  # then steps are as many as rows
+        steps = int(sizes.max()) if by_epochs else 1
         rows = asking.rows[at] if isinstance(asking.rows, Tensor) else None
         return Asked(verb, asking.slots, len(at), asking.part, worth, sums, rows, steps)
 

@@ -52,19 +52,19 @@ def change(answer: Any, message: Any, asked: Asked) -> Change | None:
     """
     sums, lead = asked.verb == "combine", answer["weight"].shape
     weight = answer["weight"].double() if sums else torch.ones(lead, dtype=torch.double)
-    before, pairs = _tensors(message), list[tuple[Tensor, Tensor]]()
-    for name, x in _tensors(answer["update"]).items():
+    there, before = weight > 0, _tensors(message)
+    own, squares = weight[there], list[Tensor]()
+    for name, x in _tensors(answer["update"]).items():  # one by one: they may be large
         base = _sent(before.get(name), lead, x.shape[len(lead) :], None if sums else asked.rows)
-        if base is not None and x.is_floating_point():
-            pairs.append((x, base))
-    there = weight > 0
-    if not pairs or not bool(there.any()):
+        if base is not None and x.is_floating_point() and len(own):
+            x, base = (each[there].reshape(len(own), -1) for each in (x, base))
+            parts = (x - own[:, None].to(x) * base, x, base)
+            squares.append(torch.stack([torch.linalg.vector_norm(p, dim=1, dtype=torch.double) ** 2 for p in parts]))
+    if not squares:
         return None
-    update, model = (torch.cat([p[i].double().reshape(*lead, -1) for p in pairs], -1)[there] for i in range(2))
-    own = weight[there][:, None]
+    moved, sent, model = torch.stack(squares).sum(0).sqrt()
     per = own.clamp(min=LIGHT * float(own.sum()))
-    moved, sent = (float((x / per).norm(dim=1).max()) for x in (update - own * model, update))
-    return Change(moved, sent, float(model.norm(dim=1).max()), asked.steps)
+    return Change(float((moved / per).max()), float((sent / per).max()), float(model.max()), asked.steps)
 
 
 class Guard:
