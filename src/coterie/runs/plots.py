@@ -369,7 +369,7 @@ def attacks(path: Path, rows: list[dict[str, Any]]) -> None:
     fig = figure(1.5 + 4.2 * len(shares), 1.2 + 0.34 * len(cases))
     for axes, share in zip(fig.subplots(1, len(shares), sharey=True, squeeze=False)[0], shares, strict=True):
         values = np.array([[found.get((c, r, share), found.get((c, r, 0))) for r in rules] for c in cases], float)
-        axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=0.95, aspect="auto")
+        axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=0.95, aspect="auto", alpha=0.55)
         for y, x in np.ndindex(values.shape):
             axes.text(x, y, f"{values[y, x]:.3f}".lstrip("0"), ha="center", va="center", fontsize=8, color=INK)
         axes.set_xticks(range(len(rules)), [r.replace("_", "\n") for r in rules], fontsize=8)
