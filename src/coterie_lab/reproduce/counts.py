@@ -143,6 +143,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xticks([row["clients"] for row in result["rows"]])
     axes.set_xlabel("clients")
     axes.set_ylabel("share whose cluster is found")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center right")
     plots.tidy(axes)
     plots.save(fig, path)
