@@ -90,7 +90,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for i, one in enumerate(runs):
             label = None if i else ("no privacy" if epsilon == "0" else f"ε = {epsilon}")
             axes.plot(one["rounds"], one["accuracy"], color=f"C{number}", label=label)
-    axes.set(xlabel="round", ylabel="accuracy (%)", title=result["title"])
+    axes.set(xlabel="round", ylabel="accuracy (%)")
+    axes.set_title(result["title"], fontsize=9)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
