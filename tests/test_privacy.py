@@ -424,11 +424,11 @@ def nodes(federation, folder):
 
 @pytest.mark.parametrize("secure", [{}, {"secure": {"min_members": 2}}])
 def test_on_flower_too(ragged, tmp_path, secure):
-    run = {"rounds": 2, "evaluations": 1, "privacy": {"noise": 2.0, "epsilon": 100.0, "quantile": 0.5}, **secure}
+    run = {"rounds": 2, "evaluations": 1, "privacy": {"noise": 0.2, "epsilon": 1000.0, "quantile": 0.5}, **secure}
     settings = Settings(nodes=4)
     grids = [nodes(ragged, tmp_path / name) for name in ("first", "second")]
     first, second = (serve(grid, settings, {**TABLES, "run": run}) for grid in grids)
-    expected = [epsilon_of((Release(1.0, 2.0, t),), 1e-5, distributed=bool(secure)) for t in (1, 2)]
+    expected = [epsilon_of((Release(1.0, 0.2, t),), 1e-5, distributed=bool(secure)) for t in (1, 2)]
     assert [row["epsilon"] for row in first.history] == pytest.approx(expected, abs=1e-6)
     assert set(first.algorithm.labels(first.state).tolist()) == {-1}
     # The same seed, and other noise: on real nodes nobody can foresee it.
