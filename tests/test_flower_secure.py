@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from rich.console import Console
 
@@ -316,7 +316,8 @@ def invitation(**changes):
 
 def other_key():
     """The public keys of party 1 of the session that `invitation` invites to."""
-    return Client(1, Terms(invited=3, needed=2, min_members=2, slots=K, who="nodes")).keys()
+    about = '{"step": "IFCA.step", "clip": 1048576.0, "clients": 6.0, "share": 1.0}'
+    return Client(1, Terms(invited=3, needed=2, min_members=2, slots=K, who="nodes", about=about)).keys()
 
 
 def following(exchange, session="ab"):
@@ -458,6 +459,33 @@ def test_nodes_refuse_a_server_that_lies(exchange, lie, said, ragged, task, shar
     with pytest.raises(TooFewLeft, match=said):
         cohort.combine(STEP, shared, slots=K)
     assert re.search(rf"secure sum: node \d refuses: .*({said})", caplog.text)
+
+
+def scale_apart(node, content):
+    """One node is told of a scale at which its numbers would be the upper bits of every sum."""
+    if node == 70:
+        content["secure"] = ConfigRecord({**content["secure"], "clip": 2.0**-10})
+
+
+def dead_models(node, content):
+    """All nodes but one are sent models that train to nothing."""
+    if node != 70:
+        arrays = content["message"]
+        for name in list(arrays):
+            arrays[name] = Array(np.zeros_like(arrays[name].numpy()))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "lie", "said"),
+    [
+        ("keys", scale_apart, "it was given keys that node . has not signed"),
+        ("sheets", dead_models, "the counts make no sense"),
+    ],
+)
+def test_no_node_can_be_made_to_stand_out_of_a_sum(exchange, lie, said, ragged, task, shared, tmp_path):
+    cohort = secure_on(Lying(nodes_of(ragged, tmp_path), exchange, lie), task)
+    with pytest.raises(TooFewLeft, match=said):
+        cohort.combine(STEP, shared, slots=K)
 
 
 def test_a_node_takes_part_on_its_own_conditions(ragged, task, shared, tmp_path):

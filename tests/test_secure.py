@@ -339,6 +339,36 @@ def test_repeated_keys_are_refused():
         clients[0].shares({**keys, **liar.keys()})
 
 
+def test_a_party_whose_share_would_be_the_secret_is_refused():
+    clients = invented(11)
+    with pytest.raises(Refused, match="was given keys of client -1, which is no number of a party"):
+        clients[0].shares({**keys_of(clients), **Client(-1, TERMS).keys()})
+
+
+def test_counts_come_after_the_list():
+    clients, _, true = counted([0] * 8 + [1] + [2] * 3)
+    clients[0]._settled = False  # as if the server had left the exchange out
+    with pytest.raises(Refused, match="was told of counts before all have agreed on whose sheets have arrived"):
+        clients[0].sums(true)
+
+
+def test_who_was_sent_another_model_stands_out_of_no_sum():
+    """A server that sends all but one a model which trains to nothing would open the update of that one."""
+    session = Session({i: Client(i, TERMS) for i in range(12)}, TERMS)
+    server, clients, nothing = (
+        session.server,
+        session.clients,
+        sheet_of(0, 0)._replace(body=np.zeros((SLOTS, WIDTH), np.uint64)),
+    )
+    sheets = {i: (sheet_of(3, 0), b"a model") if i == 3 else (nothing, b"a dead one") for i in session.agree()}
+    server.receive("sheets", {i: clients[i].sheet(server.shares(i), *sheets[i]) for i in sheets})
+    signed = signed_by(clients, list(range(12)))
+    server.receive("lists", {i: {i: text} for i, text in signed.items()})
+    server.receive("counts", {i: client.counts(signed) for i, client in clients.items()})
+    with pytest.raises(ValueError, match="the counts make no sense"):
+        server.counts(SLOTS)
+
+
 @pytest.mark.parametrize("low", [bytes(32), bytes([1]) + bytes(31)])
 @pytest.mark.parametrize("which", ["_channel", "_masking"])
 def test_keys_of_low_order_are_refused(low, which):

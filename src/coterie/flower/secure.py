@@ -6,6 +6,8 @@ may start a new process: what a node must remember of a session is in a file unt
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +31,7 @@ from coterie.secure.messages import EXCHANGES, Count, Payload, Refused, Sheet, T
 SECURE = "secure"  # the record that makes a message one of a session
 Work = Callable[[float], tuple[Reply, Mapping[str, Secrecy]]]
 FORM = ("update", "weight", "slot", "note")
+OWN = ("clients", "mark", "after")  # fields of a step that differ from node to node
 
 log = logging.getLogger("coterie")
 
@@ -147,7 +150,10 @@ class Seat(NamedTuple):
 
 def _invited(fields: Mapping[str, Any], policy: Policy, who: Known) -> Seat:
     """A new session. Its secrets come from the system, not from the run's key, which the server knows."""
-    terms = Terms(*(int(fields[name]) for name in ("invited", "needed", "min_members", "slots")), who="nodes")
+    numbers = {name: int(fields[name]) for name in ("invited", "needed", "min_members", "slots")}
+    # With another scale or share than the others' a node's numbers would stand out of the sum.
+    alike = {"step": str(fields["step"]), **{name: float(fields[name]) for name in ("clip", "clients", "share")}}
+    terms = Terms(**numbers, who="nodes", about=json.dumps(alike))
     if not terms.invited < 2 * terms.needed <= 2 * terms.invited or terms.min_members < 2 or terms.slots < 1:
         raise ValueError(
             f"secure sum: more than half of the nodes must be needed and a cluster of one may not be opened, "
@@ -193,13 +199,30 @@ def _answer(seat: Seat, content: RecordDict, work: Work, reply: RecordDict) -> P
         sealed, (found, secrecy) = get_payload(content), work(seat.share)
         # The reply of nobody: how replies are formed, from which the server knows how to read the sums.
         put_tree(reply, "form", {name: tree_map(lambda x: x[:0], getattr(found, name)) for name in FORM})
-        return client.sheet(sealed, _sheet(seat, found, secrecy))
+        return client.sheet(sealed, _sheet(seat, found, secrecy), sent_alike(content))
     if seat.exchange == "lists":
         return client.sign(whole_numbers(get_tree(content, "numbers", {})))
     told = get_payload(content)
     if seat.exchange == "counts":
         return client.counts(told)
     return client.sums([Count.from_bytes(told[j]) for j in sorted(told)])
+
+
+def sent_alike(content: RecordDict) -> bytes:
+    """A digest of what all nodes are sent alike: the step, and the models unless clients are sent single ones.
+
+    Args:
+        content: Of the message that asks for sheets.
+    """
+    digest = hashlib.sha256()
+    for name in ("step", "choose", "first"):
+        fields: Any = content.get(name, {})
+        digest.update(json.dumps([name, *sorted((key, str(fields[key])) for key in fields if key not in OWN)]).encode())
+    if "rows" not in content:
+        arrays: Any = content.get("message", {})
+        for name in sorted(arrays):
+            digest.update(json.dumps([name, arrays[name].dtype, list(arrays[name].shape)]).encode() + arrays[name].data)
+    return digest.digest()
 
 
 def _sheet(seat: Seat, found: Reply, secrecy: Mapping[str, Secrecy]) -> Sheet:

@@ -24,7 +24,7 @@ from coterie.flower.checks import Asked
 from coterie.flower.engine import TYPE, FlowerEngine
 from coterie.flower.grid import exchange
 from coterie.flower.records import get_tree, put_tree
-from coterie.flower.secure import SECURE, get_payload, put_payload
+from coterie.flower.secure import SECURE, get_payload, put_payload, sent_alike
 from coterie.flower.steps import describe_step, types_of
 from coterie.secure import SecureSum
 from coterie.secure.client import KEYS
@@ -122,7 +122,7 @@ class Session:
         contents = {}
         for s in self.server.transcript.of("shares"):
             put_payload(content := self._request(self.at[s]), self.server.shares(s))
-            contents[s] = content
+            contents[s], self.server.sent = content, sent_alike(content)
         code, found = self._code(self._ask("sheets", contents))
         size = NUMBER * (code.head + self.terms.slots * (1 + code.width))
         self._receive("sheets", found, lambda s, p: _is_about(p, {s}, size))

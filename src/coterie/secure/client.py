@@ -1,11 +1,13 @@
 """A client in a session of the secure sum. It trusts nobody: what it is told is checked before it gives anything away.
 
-`coterie.secure.protocol` describes the exchanges. Three things are checked against a server that lies:
+`coterie.secure.protocol` describes the exchanges. Against a server that lies:
 
 - **Whose keys they are.** Keys are signed by the identity of their owner. A client that knows the identities of all
   parties (`trusted`) is told of nobody else; one that does not can still not be given one key for two parties.
 - **Whose sheets have arrived.** Every client signs the list that it was told, and goes on only if enough others have
   signed the same one. So there are never two lists, and nobody's two kinds of masks are both opened.
+- **What clients were sent.** A model that trains to nothing, sent to all but one, would leave that one's update as the
+  sum. So the masks of a pair follow from what each of the two was sent, too: they cancel if it was the same.
 - **How many are in each slot.** Clients agree on a secret that the server does not know. From it follow, for each slot
   j, a factor aⱼ and, for each client i, a pad bᵢⱼ. Beside its count cᵢⱼ a client adds the tag aⱼ·cᵢⱼ + bᵢⱼ. The server
   gets the sums of both. To say another count it would have to know aⱼ.
@@ -26,6 +28,7 @@ from coterie.secure.messages import Count, Payload, Refused, Sheet, Terms, TooFe
 from coterie.secure.shamir import SHARE, split
 
 KEYS = 3 * SECRET + SIGNATURE  # bytes of a client's public keys: for shares, for masks, its identity; and a signature
+MOST_PARTIES = 2**32  # a share of party -1 would be the secret itself
 MOST_MEMBERS = 2**20  # below which a false count passes with a probability of 2⁻⁴⁴ at most
 
 
@@ -58,6 +61,7 @@ class Client:
         self._held: dict[int, list[bytes]] = {}  # shares of the secrets of all clients
         self._common = b""  # the secret that all clients have in common
         self._arrived: list[int] | None = None
+        self._settled = False  # whether enough others were told of the same list
 
     def to_plain(self) -> dict[str, Any]:
         """Return everything that the client must store between two exchanges, for JSON. It is secret.
@@ -79,6 +83,7 @@ class Client:
             "held": [[i, [share.hex() for share in shares]] for i, shares in self._held.items()],
             "common": self._common.hex(),
             "arrived": self._arrived,
+            "settled": self._settled,
         }
 
     @classmethod
@@ -95,7 +100,8 @@ class Client:
         client._random = os.urandom
         client._keys = {i: bytes.fromhex(key) for i, key in plain["keys"]}
         client._held = {i: [bytes.fromhex(share) for share in shares] for i, shares in plain["held"]}
-        client._common, client._arrived = bytes.fromhex(plain["common"]), plain["arrived"]
+        client._common = bytes.fromhex(plain["common"])
+        client._arrived, client._settled = plain["arrived"], plain["settled"]
         return client
 
     # --- the exchanges ---------------------------------------------------------------------------------------------
@@ -122,12 +128,13 @@ class Client:
         texts = {i: b"".join(piece[i] for piece in pieces) + self._contribution for i in keys if i != self.me}
         return {i: seal(self._agreed(i), self.me, i, text) for i, text in texts.items()}
 
-    def sheet(self, sealed: Mapping[int, bytes], sheet: Sheet) -> Payload:
+    def sheet(self, sealed: Mapping[int, bytes], sheet: Sheet, sent: bytes = b"") -> Payload:
         """Answer exchange 2 with this client's numbers and their tags under all masks.
 
         Args:
             sealed: The encrypted shares that other clients sent to this one, by sender.
             sheet: This client's numbers.
+            sent: What it was sent to work with, or a digest of it, if all clients must have been sent the same.
         """
         contributions = {self.me: self._contribution}
         for i in sealed:
@@ -139,7 +146,7 @@ class Client:
         tagged = Sheet(np.concatenate([sheet.head, self._tags(sheet.head[: self._terms.slots])]), sheet.body)
         total = tagged.flat() + own_masks(self._seeds, tagged)
         for i in sealed:
-            add_common_mask(total, self.me, i, self._masking, masking_key(self._keys[i]))
+            add_common_mask(total, self.me, i, self._masking, masking_key(self._keys[i]), sent)
         return {self.me: total.astype("<u8").tobytes()}
 
     def sign(self, arrived: Sequence[int]) -> Payload:
@@ -172,6 +179,7 @@ class Client:
             f"was told of a list of sheets that {len(agreeing)} {self._terms.who} have signed, "
             f"{self._terms.needed} are needed: others were told of another one",
         )
+        self._settled = True
         return {i: held[1 if i in arrived else 0] for i, held in self._held.items()}
 
     def sums(self, counts: Sequence[Count]) -> Payload:
@@ -181,6 +189,7 @@ class Client:
             counts: Number of clients that chose each slot and its tag, from the server.
         """
         arrived = self._arrived or []
+        self._check(self._settled, "was told of counts before all have agreed on whose sheets have arrived")
         self._check(len(counts) == self._terms.slots, f"was told of {len(counts)} counts")
         members = np.array([count.members for count in counts], np.uint64)
         self._check(bool((members < MOST_MEMBERS).all()), f"was told of a count of {members.max()}")
@@ -212,6 +221,7 @@ class Client:
         self._check(keys.get(self.me) == self.keys()[self.me], "was given keys of its own that are others")
         seen = set[bytes]()
         for i, key in keys.items():
+            self._check(0 <= i < MOST_PARTIES, f"was given keys of {self._name(i)}, which is no number of a party")
             self._check(len(key) == KEYS, f"was given keys of {self._name(i)} of {len(key)} bytes")
             public, own = key[: 3 * SECRET], {key[at : at + SECRET] for at in range(0, 3 * SECRET, SECRET)}
             self._check(len(own) == 3 and not own & seen, f"was given a key of {self._name(i)} twice")
@@ -286,7 +296,7 @@ def identity_key(keys: bytes) -> bytes:
     return keys[2 * SECRET : 3 * SECRET]
 
 
-def add_common_mask(total: np.ndarray, me: int, other: int, pair: Pair, public: bytes) -> None:
+def add_common_mask(total: np.ndarray, me: int, other: int, pair: Pair, public: bytes, sent: bytes) -> None:
     """Add the mask that two clients share; the client with the higher number subtracts it instead.
 
     Args:
@@ -295,8 +305,9 @@ def add_common_mask(total: np.ndarray, me: int, other: int, pair: Pair, public: 
         other: The client with which it is shared.
         pair: The key pair of the first.
         public: The public key of the second.
+        sent: What the first was sent to work with.
     """
-    common = mask(pair.agree(public, b"masks"), len(total))
+    common = mask(pair.agree(public, b"masks" + sent), len(total))
     (np.add if me < other else np.subtract)(total, common, out=total)
 
 

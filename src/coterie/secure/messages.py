@@ -33,6 +33,7 @@ class Terms(NamedTuple):
         min_members: Number of clients that must have chosen a slot for its sum to be opened.
         slots: Number of sums.
         who: What messages call the parties: "clients", or "nodes" that stand for several clients each.
+        about: Whatever else all parties must have been told alike, such as how numbers are rounded.
     """
 
     invited: int
@@ -40,6 +41,7 @@ class Terms(NamedTuple):
     min_members: int
     slots: int
     who: str = "clients"
+    about: str = ""
 
 
 class Sheet(NamedTuple):

@@ -40,6 +40,7 @@ class Server:
         self, terms: Terms, speaking: Mapping[int, int] | None = None, names: Mapping[int, str] | None = None
     ) -> None:
         self.terms, self.speaking, self.names = terms, speaking or {}, names or {}
+        self.sent = b""  # what all clients were sent to work with, or a digest of it
         self.transcript = Transcript()
 
     def receive(self, exchange: str, payloads: Mapping[int, Payload]) -> None:
@@ -151,7 +152,7 @@ class Server:
         """Add the masks that a dropped client would have added, so that they cancel with those of the others."""
         keys = self.transcript.of("keys")
         for i in self.transcript.of("sheets"):
-            add_common_mask(total, gone, i, pair, masking_key(keys[i][i]))
+            add_common_mask(total, gone, i, pair, masking_key(keys[i][i]), self.sent)
 
     def _joined(self, answers: Mapping[int, Payload], client: int, at: int = 0) -> bytes:
         """Restore a secret of a client from as many of its shares as are needed."""
