@@ -162,7 +162,7 @@ def test_a_site_that_has_lost_its_memory_says_so(of_points, tmp_path):
 def test_a_site_is_back_in_a_secure_sum_and_another_joins(task, sites, tmp_path):
     swap = [lambda: sites.stop(9), lambda: sites.start(0, 99)]
     at = {1: swap, 2: [lambda: sites.start(2, 7)]}
-    run = sites.fit(ct.FedAvg(tau=1), task, 3, at, out=tmp_path / "run", secure=ct.SecureSum(clip=100))
+    run = sites.fit(ct.FedAvg(tau=1), task, 3, at, out=tmp_path / "run", secure=ct.SecureSum(clip=2.0**10))
     assert [row["participants"] for row in run.history] == [6, 6, 12]
     assert [message for message in sites.log if message.startswith("flower")] == [
         "flower: site 'site-0' is back, as node 99",
@@ -300,7 +300,7 @@ def test_every_algorithm_lets_clients_join_or_says_that_it_does_not(name, task, 
 
 @pytest.mark.parametrize("algorithm", [ct.IFCA(k=2, tau=1, init="random"), ct.FedX(k=2, tau=1, lr=0.1, init="random")])
 def test_clients_that_join_a_secure_sum_do_not_tell_their_cluster(algorithm, task, ragged):
-    settings = ct.SecureSum(clip=100)
+    settings = ct.SecureSum(clip=2.0**10)
     few, all_ = (Cohort(Secure(cohort_of(f, task).engine, settings)) for f in (ragged.select(range(9)), ragged))
     state, _ = algorithm.round(algorithm.start(task, few.at(0), Key.of(0)), few.at(0))
     state = algorithm.join(state, all_.only(range(9, 12)).at(1))

@@ -135,6 +135,7 @@ REQUIRED = {  # the settings that have no default
     "method.mixed_regression": {"k": 2},
     "method.personal": {"method": {"name": "method.fedavg"}},
     "method.uifca": {"k": 2},
+    "service.bounded": {"owner": {"name": "method.fedavg"}, "name": "step", "clip": 1.0},
     "service.point_scorer": {"algorithm": {"name": "method.kfed", "k": 2}, "groups": 2},
 }
 

@@ -1,5 +1,6 @@
 """The secure sum on a Flower federation: what it opens, who may fail, and all that the server gets to see."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import stat
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from coterie.core.key import Key
 from coterie.core.pytree import flat, take, tree_map
 from coterie.core.train import Models
 from coterie.flower.engine import FlowerEngine
-from coterie.flower.enrolment import enrol
+from coterie.flower.enrolment import enrol, plain_task
 from coterie.flower.local import LocalGrid
 from coterie.flower.membership import FlowerMembership
 from coterie.flower.memory import Memory
@@ -34,6 +36,7 @@ from coterie.flower.records import put_tree
 from coterie.flower.secure import get_payload, put_payload
 from coterie.flower.secure_engine import SecureFlower
 from coterie.flower.server_app import Settings, serve
+from coterie.privacy.bounded import Bounded
 from coterie.runs.evaluate import Scorer, SummedScores, evaluate
 from coterie.runs.fit import fit_on
 from coterie.secure.client import Client
@@ -42,6 +45,7 @@ from coterie.secure.messages import EXCHANGES, Count, Terms, TooFewLeft
 
 K = 3
 SECURE = {"min_members": 2, "threshold": 0.6}
+STRICT = ct.SecureSum(min_members=2)
 STEP = ct.IFCA(k=K, tau=2).step
 
 
@@ -222,7 +226,8 @@ def secrets_of(grid, cohort, shared):
     asking = cohort._exchange(STEP, shared, K, None)
     for s, at in inner.by_site(cohort.clients).items():
         node = grid.nodes[inner.roster.nodes[s]]
-        reply, secrecy = node._secret_step(inner.request(asking, at), 1.0)
+        seat = SimpleNamespace(slots=K, clients=12, share=1.0)
+        reply, secrecy = node._secret_step(inner.request(asking, at), seat)
         assert secrecy["loss"] == "mean" and secrecy["label"] == "hidden"
         code = Code.of(2.0**20, 12, reply, K, "step", secrecy)
         sheets = [code.sheet(take(reply, i), "") for i in range(2)]
@@ -391,9 +396,10 @@ def test_a_node_without_a_folder_says_that_it_needs_one(grid, task, shared):
 
 
 def test_what_does_not_fit_is_told_without_its_size(grid, task, shared, caplog):
+    large = shared._replace(theta=tree_map(lambda x: 1e4 * x, shared.theta))
     with pytest.raises(TooFewLeft) as error:
-        secure_on(grid, task, ct.SecureSum(clip=2.0**-20)).combine(STEP, shared, slots=K)
-    assert "is not finite or above clip = 9.53674e-07" in str(error.value) and "reaches" not in str(error.value)
+        secure_on(grid, task, ct.SecureSum(clip=2.0**10)).combine(STEP, large, slots=K)
+    assert "is not finite or above clip = 1024" in str(error.value) and "reaches" not in str(error.value)
     assert "would send reaches" in caplog.text  # on the node
 
 
@@ -464,7 +470,7 @@ def test_nodes_refuse_a_server_that_lies(exchange, lie, said, ragged, task, shar
 def scale_apart(node, content):
     """One node is told of a scale at which its numbers would be the upper bits of every sum."""
     if node == 70:
-        content["secure"] = ConfigRecord({**content["secure"], "clip": 2.0**-10})
+        content["secure"] = ConfigRecord({**content["secure"], "clip": 2.0**10})
 
 
 def dead_models(node, content):
@@ -492,7 +498,7 @@ def test_a_node_takes_part_on_its_own_conditions(ragged, task, shared, tmp_path)
     grid = LocalGrid(nodes_of(ragged, tmp_path))
     for node in grid.nodes.values():
         node.policy = Policy.of({"secure-only": True, "min-members": 4, "min-nodes": 3})
-    with pytest.raises(TooFewLeft, match=r"asks for clusters of at least 4 members .* got 2 and 6"):
+    with pytest.raises(TooFewLeft, match=r"asks for clusters of at least 4 members .* got 2 and 4"):
         secure_on(grid, task).combine(STEP, shared, slots=K)
     assert secure_on(grid, task, ct.SecureSum(min_members=4)).combine(STEP, shared, slots=K).members.sum() == 12
     cohort = cohort_on(grid, task).at(0)
@@ -508,10 +514,88 @@ def test_nodes_that_know_each_other_refuse_strangers(ragged, task, shared, tmp_p
     (peers := tmp_path / "peers").write_text("# all nodes\n" + "\n".join(f"{key}  # a node" for key in identities))
     for node in grid.nodes.values():
         node.policy = Policy.of({"peers": str(peers)})
-    assert secure_on(grid, task).combine(STEP, shared, slots=K).members.tolist() == [4, 4, 4]
+    assert secure_on(grid, task, STRICT).combine(STEP, shared, slots=K).members.tolist() == [4, 4, 4]
     grid.nodes[70].memory.identity_file().unlink()  # another one is made
     with pytest.raises(TooFewLeft, match=r"it was given keys of node 0, whose identity [0-9a-f]{64} it does not know"):
-        secure_on(grid, task).combine(STEP, shared, slots=K)
+        secure_on(grid, task, STRICT).combine(STEP, shared, slots=K)
+
+
+@pytest.fixture
+def wary(ragged, tmp_path):
+    """Nodes that know each other and trust their server in nothing; and the identities' file."""
+    grid = LocalGrid(nodes_of(ragged, tmp_path))
+    (peers := tmp_path / "peers").write_text("\n".join(identity_of(n.memory).public.hex() for n in grid.nodes.values()))
+    for node in grid.nodes.values():
+        node.policy = Policy.of({"peers": str(peers), "secure-only": True})
+    return grid
+
+
+def test_wary_nodes_take_part_in_what_is_honest(wary, task, shared):
+    assert secure_on(wary, task, STRICT).combine(STEP, shared, slots=K).members.tolist() == [4, 4, 4]
+    assert secure_on(wary, task, STRICT).sample(0.7).combine(STEP, shared, slots=K).members.sum() <= 12
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda c: c.only(range(0, 12, 2)), "has all of its 2 clients asked or none, got 1"),
+        (lambda c: c.sample(0.3), "at least 4 times min_members clients are to be expected, got 3.6"),
+    ],
+)
+def test_wary_nodes_refuse_sums_of_some(ask, said, wary, task, shared):
+    with pytest.raises(TooFewLeft, match=said):
+        ask(secure_on(wary, task, STRICT)).combine(STEP, shared, slots=K)
+
+
+def test_wary_nodes_refuse_low_thresholds_and_models_for_single_clients(wary, task, shared, starts):
+    with pytest.raises(TooFewLeft, match="asks for more than two thirds of the nodes, got 4 of 6"):
+        secure_on(wary, task, ct.SecureSum(min_members=2, threshold=0.6)).combine(STEP, shared, slots=K)
+    one_each = Models(tree_map(lambda x: x[0], shared.theta), shared.lr)
+    step = ct.RandomGroups().train
+    with pytest.raises(TooFewLeft, match="lets no server say which client is sent which model"):
+        secure_on(wary, task, STRICT).combine(step, one_each, slots=K, rows=torch.arange(12) % K)
+    for node in wary.nodes.values():
+        node.policy = dataclasses.replace(node.policy, server_picks=True)
+    assert secure_on(wary, task, STRICT).combine(step, one_each, slots=K, rows=torch.arange(12) % K).members.sum() == 12
+
+
+def ask_twice(node, content):
+    """Clients are asked for three times: each would be a cluster of its own, and large enough."""
+    content["step"] = ConfigRecord({**content["step"], "clients": [0, 0, 0]})
+
+
+def other_slots(node, content):
+    """An error that names a slot would name the cluster of a client."""
+    content["step"] = ConfigRecord({**content["step"], "slots": 1})
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [(ask_twice, "a client was asked for twice"), (other_slots, "a step with 1 sums, in a session of 3")],
+)
+def test_nodes_refuse_steps_that_single_clients_out(lie, said, ragged, task, shared, tmp_path):
+    cohort = secure_on(Lying(nodes_of(ragged, tmp_path), "sheets", lie), task)
+    with pytest.raises(TooFewLeft, match=said):
+        cohort.combine(STEP, shared, slots=K)
+
+
+def test_a_private_step_without_noise_opens_no_small_cluster(grid, task, shared):
+    """It puts every client into every cluster, so that all are large enough."""
+    step = Bounded(ct.IFCA(k=K, tau=2), "step", 1e4, (1e-4, 1e-4), K, seeded=False).step
+    with pytest.raises(TooFewLeft, match=r"the noise of a private step is 3.5e-08, 0.1 at least"):
+        secure_on(grid, task).combine(step, shared, slots=K)
+
+
+def test_of_two_processes_one_has_the_session(ragged, tmp_path):
+    node = Node("a", ragged, tmp_path)
+    node.answer("train", invitation())
+    assert node.memory.take_session("test") is not None and node.memory.take_session("test") is None
+
+
+def test_a_node_that_takes_part_in_secure_sums_alone_tells_no_true_groups(task, ragged):
+    node = Node("a", ragged, policy=Policy(secure_only=True))
+    asked = RecordDict({"task": ConfigRecord({"task": plain_task(task), "groups": True})})
+    assert '"groups": null' in node.enrol(asked)["site"]["site"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import coterie as ct
-from coterie.core.cohort import sampled
+from coterie.core.engine import sampled
 from coterie.core.key import Key
 from coterie.data.synthetic import linear_draws, linear_mixture, linear_truth
 from coterie.engines import simulated

@@ -292,4 +292,10 @@ def test_the_runs_of_a_sweep_have_callbacks_of_their_own(coterie, tmp_path):
 
 def test_the_list_has_callbacks(coterie):
     found = json.loads(coterie("list", "--json")[1])["callbacks"]
-    assert list(found) == ["checkpoint", "early_stopping", "mlflow", "tensorboard", "wandb"]
+    assert {
+        "checkpoint",
+        "early_stopping",
+        "mlflow",
+        "tensorboard",
+        "wandb",
+    } <= found.keys()  # and those of other tests

@@ -39,7 +39,8 @@ def respond(kind: str, content: RecordDict, context: Context) -> RecordDict:
 
     Keys of the node config: `site`, its name (`partition-id` where it is not given, or else Flower's number of the
     node); `memory`, the folder where clients keep what they remember; `device`; `worker`, the resident worker's folder;
-    and on what conditions it takes part (`coterie.flower.policy`): `secure-only`, `min-members`, `min-nodes`, `peers`.
+    and on what conditions it takes part (`coterie.flower.policy`): `secure-only`, `min-members`, `min-nodes`, `peers`,
+    `server-picks`.
     """
     file = find_data_file()
     worker = context.node_config.get("worker")

@@ -277,7 +277,8 @@ class FlowerEngine(Engine):
         for s, odd in zip(own, checks.absurd([answers[s] for s in own], [asked[s].clients for s in own]), strict=True):
             faults[s] = "its answer is out of all proportion to the others'" if odd else ""
         changes = {s: norms.change(answers[s], asking.message, asked[s]) for s in fine()}
-        faults |= Guard(asking.ledger.usual).faults({s: c for s, c in changes.items() if c is not None})
+        known = {s: c for s, c in changes.items() if c is not None}
+        faults |= Guard(asking.ledger.usual, next(iter(asked.values())).verb).faults(known)
         return fine()
 
 

@@ -133,7 +133,7 @@ class Lab:
         own = self.folder / "nodes" / name
         config = {"site": name, "partition-id": i, "num-partitions": len(self.settings["nodes"]), "memory": str(own)}
         if (peers := self.folder / PEERS).exists():  # older ones have none
-            config["peers"] = str(peers)
+            config |= {"peers": str(peers), "server-picks": True}
         if self.settings["workers"]:
             config["worker"] = str(own)
         return " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())

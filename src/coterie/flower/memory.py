@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Mapping
@@ -152,9 +153,17 @@ class Memory:
         """Keep it until the next message, for nobody else to read."""
         snapshot.write_private(self._session(run), json.dumps(plain))
 
-    def drop_session(self, run: str) -> None:
-        """Forget it."""
-        self._session(run).unlink()
+    def take_session(self, run: str) -> dict[str, Any] | None:
+        """Take it away, and return it: of several processes one has it, and the others None."""
+        file = self._session(run)
+        taken = file.with_name(f".session.{secrets.token_hex(8)}.json")
+        try:
+            file.rename(taken)
+        except FileNotFoundError:
+            return None
+        plain = json.loads(taken.read_text(encoding="utf-8"))
+        taken.unlink()
+        return plain
 
     def drop_stale_sessions(self, now: float, but: str) -> None:
         """Forget the sessions of all runs that have broken off: those past their time, `but` the one that goes on."""

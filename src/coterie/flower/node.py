@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from functools import lru_cache
@@ -27,8 +28,12 @@ from coterie.flower.memory import Memory, Moment
 from coterie.flower.policy import Policy
 from coterie.flower.records import get_tree, put_tree
 from coterie.flower.roster import Site, mark, named
+from coterie.flower.secure import Seat
 from coterie.flower.steps import rebuild_step, rebuild_uplink, types_of
+from coterie.privacy.bounded import Bounded
 from coterie.runs.config import build_task
+
+LEAST_NOISE = 0.1  # standard deviation of the noise of a private step over the longest contribution of a client
 
 
 class Node:
@@ -60,7 +65,8 @@ class Node:
         """Say who the clients are, and how many rows each has."""
         fields = _words(content, "task")
         self.federation.check(_task(str(fields["task"])))
-        known = self.federation if fields.get("groups", True) else dataclasses.replace(self.federation, groups=None)
+        tell = fields.get("groups", True) and not self.policy.secure_only
+        known = self.federation if tell else dataclasses.replace(self.federation, groups=None)
         site = Site.of(self.site, known)
         return RecordDict({"site": ConfigRecord({"site": json.dumps(site.to_plain())})})
 
@@ -77,25 +83,38 @@ class Node:
         if secure.SECURE in content:
             fields = _words(content, secure.SECURE)
             return secure.answer(
-                self.memory, self.policy, fields, content, lambda share: self._secret_step(content, share)
+                self.memory, self.policy, fields, content, lambda seat: self._secret_step(content, seat)
             )
         self.policy.check_open()
         reply = RecordDict()
         put_tree(reply, "answer", self._step(category, content))
         return reply
 
-    def _secret_step(self, content: RecordDict, share: float) -> tuple[Reply, Mapping[str, Secrecy]]:
+    def _secret_step(self, content: RecordDict, seat: Seat) -> tuple[Reply, Mapping[str, Secrecy]]:
         """The replies of the clients that take part, which stay here, and what the server may get of their notes.
 
         Who takes part is drawn from the system, not from the run's key, which the server knows. If nobody does, one
         client does its step for the form of its reply, and keeps nothing of it.
         """
         fields = _words(content, "step")
-        secrecy = derived(rebuild_step(fields), _task(str(fields["task"]))).secrecy
-        some = [at for at, _ in enumerate(fields["clients"]) if secrets.randbelow(2**53) < share * 2.0**53]
+        step = rebuild_step(fields)
+        self._check_secret(step, fields, seat)
+        self.policy.check_asked(len(fields["clients"]), len(self.federation), picked="rows" in content)
+        secrecy = derived(step, _task(str(fields["task"]))).secrecy
+        some = [at for at, _ in enumerate(fields["clients"]) if secrets.randbelow(2**53) < seat.share * 2.0**53]
         if some:
             return Reply(**self._step("query", content, some)), secrecy
         return tree_map(lambda x: x[:0], Reply(**self._step("query", content, [0], keep=False))), secrecy
+
+    def _check_secret(self, step: Step, fields: Mapping[str, Any], seat: Seat) -> None:
+        """Refuse a step by whose sums or errors a server could tell more than by those of the session it invited to."""
+        if int(fields["slots"]) != seat.slots:
+            raise ValueError(f"secure sum: a step with {fields['slots']} sums, in a session of {seat.slots}")
+        owner = getattr(step, "__self__", None)
+        if isinstance(owner, Bounded) and owner.noise:
+            noise = owner.noise[0] * math.sqrt(seat.clients) / owner.clip
+            if noise < LEAST_NOISE:  # every client is in every cluster then, so that `min_members` protects nobody
+                raise ValueError(f"secure sum: the noise of a private step is {noise:.2g}, {LEAST_NOISE} at least")
 
     def _step(
         self, category: str, content: RecordDict, some: list[int] | None = None, *, keep: bool = True
@@ -143,6 +162,8 @@ class Node:
         some = torch.tensor([int(i) for i in fields["clients"]])
         if not len(some) or int(some.min()) < 0 or int(some.max()) >= len(self.federation):
             raise ValueError(f"site '{self.site}' has {len(self.federation)} clients, others were asked for")
+        if len(some.unique()) < len(some):  # in a sum it would count, and weigh, as several
+            raise ValueError(f"site '{self.site}': a client was asked for twice")
         everybody = torch.equal(some, torch.arange(len(self.federation)))
         cohort = cohort.fold(*when).on("test" if fields["part"] == "test" else "train")
         return cohort if everybody else cohort.only(some)

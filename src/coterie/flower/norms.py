@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.flower.checks import Asked
+from coterie.flower.checks import Asked, Verb
 
-FACTOR = 10.0  # times the usual change of the other sites
+FACTOR = {"combine": 10.0, "gather": 50.0}  # times the usual change of others: single clients differ more than sums
 CALM = 0.01  # of a model's norm: a change is compared with no less
 LIGHT = 1e-6  # of a site's weight: what has less moves nothing
 TINY = 1e-30
@@ -75,6 +75,7 @@ class Guard:
 
     Args:
         usual: The largest usual change so far, of models and of what is added to them; kept with the run.
+        verb: Whether sites send sums or every client's reply.
 
     Example:
         >>> guard = Guard({})
@@ -84,8 +85,8 @@ class Guard:
         {'moved': 0.1}
     """
 
-    def __init__(self, usual: dict[str, float]) -> None:
-        self.usual = usual
+    def __init__(self, usual: dict[str, float], verb: Verb = "combine") -> None:
+        self.usual, self._most = usual, FACTOR[verb]
 
     def faults(self, changes: Mapping[int, Change]) -> dict[int, str]:
         """Which of these sites are left out, and why; remembers what is usual among the others."""
@@ -95,9 +96,9 @@ class Guard:
         norms = {s: float(getattr(c, kind)) for s, c in changes.items()}
         times = {s: norm / max(self._usual(s, norms, changes, kind), TINY) for s, norm in norms.items()}
         faults = {
-            s: f"it changes models {n:.3g} times as much as others do ({FACTOR:.0f} times at most)"
+            s: f"it changes models {n:.3g} times as much as others do ({self._most:.0f} times at most)"
             for s, n in times.items()
-            if n > FACTOR
+            if n > self._most
         }
         fine = [norm for s, norm in norms.items() if s not in faults]
         self.usual[kind] = max(self.usual.get(kind, 0.0), statistics.median_low(fine or [0.0]))

@@ -29,8 +29,10 @@ from coterie.secure.masks import Identity
 from coterie.secure.messages import EXCHANGES, Count, Payload, Refused, Sheet, Terms
 
 SECURE = "secure"  # the record that makes a message one of a session
-Work = Callable[[float], tuple[Reply, Mapping[str, Secrecy]]]
+Work = Callable[["Seat"], tuple[Reply, Mapping[str, Secrecy]]]
 FORM = ("update", "weight", "slot", "note")
+LEAST_CLIP = 2.0**10
+LONGEST = 86400.0  # seconds of a deadline that a server may ask for
 OWN = ("clients", "mark", "after")  # fields of a step that differ from node to node
 
 log = logging.getLogger("coterie")
@@ -44,8 +46,8 @@ def answer(memory: Memory, policy: Policy, fields: Mapping[str, Any], content: R
         policy: On what conditions it takes part.
         fields: The fields of the message about the session.
         content: All of the message.
-        work: Runs the step that the message names on those of the node's clients that take part, which each does with
-            the given probability; needed in one exchange only.
+        work: Runs the step that the message names on those of the node's clients that take part in the session; needed
+            in one exchange only.
 
     Raises:
         ValueError: It is not this exchange's turn, the terms protect too little, or what is asked would open more than
@@ -159,7 +161,9 @@ def _invited(fields: Mapping[str, Any], policy: Policy, who: Known) -> Seat:
             f"secure sum: more than half of the nodes must be needed and a cluster of one may not be opened, "
             f"got needed = {terms.needed} of {terms.invited} and min_members = {terms.min_members}"
         )
-    policy.check_terms(terms)
+    policy.check_terms(terms, clients=int(fields["clients"]), share=float(fields["share"]))
+    if not float(fields["clip"]) >= LEAST_CLIP:  # whether a client's numbers are above it can be seen
+        raise ValueError(f"secure sum: clip must be at least {LEAST_CLIP:g} on real nodes, got {fields['clip']}")
     if 3 * terms.needed <= 2 * terms.invited:
         log.info(
             f"secure sum: {terms.needed} of {terms.invited} nodes are needed; against a server that lies together with "
@@ -174,7 +178,7 @@ def _invited(fields: Mapping[str, Any], policy: Policy, who: Known) -> Seat:
         clip=float(fields["clip"]),
         clients=int(fields["clients"]),
         share=float(fields["share"]),
-        until=time.time() + len(EXCHANGES) * float(fields["deadline"]),
+        until=time.time() + len(EXCHANGES) * min(float(fields["deadline"]), LONGEST),
     )
 
 
@@ -185,7 +189,8 @@ def _seat(memory: Memory, fields: Mapping[str, Any], who: Known) -> Seat:
         raise ValueError(f"site '{memory.site}' does not take part in this secure sum, or no longer")
     if plain["exchange"] != fields["exchange"]:
         raise ValueError(f"secure sum: the next exchange is '{plain['exchange']}', not '{fields['exchange']}'")
-    memory.drop_session(str(fields["run"]))
+    if memory.take_session(str(fields["run"])) != plain:  # another process, which answers another message, was faster
+        raise ValueError(f"site '{memory.site}' does not take part in this secure sum, or no longer")
     return Seat.from_plain(plain, who)
 
 
@@ -196,7 +201,7 @@ def _answer(seat: Seat, content: RecordDict, work: Work, reply: RecordDict) -> P
     if seat.exchange == "shares":
         return client.shares(get_payload(content))
     if seat.exchange == "sheets":
-        sealed, (found, secrecy) = get_payload(content), work(seat.share)
+        sealed, (found, secrecy) = get_payload(content), work(seat)
         # The reply of nobody: how replies are formed, from which the server knows how to read the sums.
         put_tree(reply, "form", {name: tree_map(lambda x: x[:0], getattr(found, name)) for name in FORM})
         return client.sheet(sealed, _sheet(seat, found, secrecy), sent_alike(content))
@@ -220,6 +225,7 @@ def sent_alike(content: RecordDict) -> bytes:
         digest.update(json.dumps([name, *sorted((key, str(fields[key])) for key in fields if key not in OWN)]).encode())
     if "rows" not in content:
         arrays: Any = content.get("message", {})
+        digest.update(str(dict(content.get("message.tree", {}))).encode())
         for name in sorted(arrays):
             digest.update(json.dumps([name, arrays[name].dtype, list(arrays[name].shape)]).encode() + arrays[name].data)
     return digest.digest()

@@ -58,6 +58,12 @@ class SecureFlower(Secure):
         """The same engine: on real nodes every exchange is a real one, and stays secret."""
         return self
 
+    def invite(self, numbers: Tensor, when: tuple[int, ...], fraction: float) -> tuple[Tensor, float]:
+        """Everybody, to decide in secret: it is nodes that a session can hold only so many of."""
+        if not self._settings.hide_sample:
+            return super().invite(numbers, when, fraction)
+        return torch.arange(len(numbers)), fraction
+
     def combine(self, exchange: Exchange) -> Sums:
         """Run the step on every client and add the weighted updates up by slot, in one session of the secure sum."""
         session = Session(self._nodes, self._settings, self._terms(exchange), exchange)

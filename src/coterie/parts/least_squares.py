@@ -164,7 +164,7 @@ def least_squares(gram: Tensor, pull: Tensor) -> Tensor:
 
 
 def standard_errors(sums: Sums, label: Tensor, sizes: Tensor, k: int) -> Tensor:
-    """Of what least squares find from the sums of a normal step with hard labels (k, d); NaN where rows are too few.
+    """Of what least squares find from the sums of a normal step with hard labels (k, d); ∞ where rows are too few.
 
     The noise is that about the models that were sent, which in the end are those that are found.
 
@@ -178,9 +178,9 @@ def standard_errors(sums: Sums, label: Tensor, sizes: Tensor, k: int) -> Tensor:
     rows = torch.bincount(label, sizes.double(), minlength=k)
     squares = torch.bincount(label, sizes * sums.note["loss"].cpu().double(), minlength=k)
     free = rows - gram.shape[1]
-    noise = torch.where(free > 0, squares / free.clamp(min=1), torch.nan)
+    noise = torch.where(free > 0, squares / free.clamp(min=1), torch.inf)
     spread = torch.linalg.pinv(gram, hermitian=True).diagonal(dim1=1, dim2=2).clamp(min=0)
-    return (noise[:, None] * spread).sqrt()
+    return (noise[:, None] * spread).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def conjugate(times: Callable[[Tensor], Tensor], pull: Tensor, scale: Tensor, steps: int) -> Tensor:

@@ -27,6 +27,7 @@ from coterie.core.train import Descend, Train
 from coterie.privacy.discrete import FINE, Source, discrete_gaussian
 
 _NOISE = 5  # stream under a client's key
+LIGHT = 1e-6  # a weight that counts for nothing: its inverse would not be finite
 
 
 @register("bounded", "service")
@@ -120,7 +121,7 @@ def _bounded(step: ClientStep, clip: float) -> ClientStep:
     def run(message: Any, local: Local) -> Reply:
         reply = step.run(message, local)
         weight = reply.weight / torch.linalg.vector_norm(reply.weight).clamp(min=1)
-        weight = torch.where(torch.isfinite(weight), weight, 0.0)
+        weight = torch.where(torch.isfinite(weight) & (weight > LIGHT), weight, 0.0)
         update = tree_map(lambda x: _times(weight, x), formed(reply.update))
         update, within = shortened(update, clip)
         # What is added up is weight · update.

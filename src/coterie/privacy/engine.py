@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import secrets
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +78,7 @@ class Private(Engine):
         """
         chances = self.key.fold(SAMPLE, *when).chances(numbers)
         if self.remote:
-            chances = torch.rand(len(numbers), generator=_unforeseen(), dtype=torch.float64)
+            chances = torch.from_numpy(np.random.default_rng().random(len(numbers)))
         return (chances < fraction).nonzero().flatten(), 1.0
 
     def gather(self, exchange: Exchange) -> Reply:
@@ -116,10 +116,14 @@ class Private(Engine):
         """The sums with the server's noise, and that of the bits if they are needed."""
         sums = self._asked(exchange, Bounded(*_owned(exchange), clip))
         moment = sum(r.times for r in _releases(exchange.ledger))
-        generator = _unforeseen() if self.remote else self.key.fold(_NOISE, *exchange.when, moment).generator()
+        seeded, system = self.key.fold(_NOISE, *exchange.when, moment).generator(), np.random.default_rng()
 
         def noised(x: Tensor, deviation: float) -> Tensor:
-            return x + (deviation * torch.randn(x.shape, generator=generator, dtype=torch.float64)).to(x)
+            if self.remote:  # from the system, with 128 bits: of a seed, torch's generators use 32
+                noise = torch.from_numpy(np.asarray(system.standard_normal(x.shape)))
+            else:
+                noise = torch.randn(x.shape, generator=seeded, dtype=torch.float64)
+            return x + (deviation * noise).to(x)
 
         bits = (sums.note["within"].double() - 0.5).sum().cpu()  # there is one start, so one bit of each client
         update = tree_map(lambda x: noised(x, deviations.update), sums.update)
@@ -252,7 +256,3 @@ def _sent(exchange: Exchange, like: Params) -> Params:
         raise ValueError(f"privacy: {step_name(exchange.step)} does not send one model per slot")
     models = {**sent.theta, **sent.common}
     return {n: models[n].reshape(-1, *x.shape[1:]).expand(x.shape) for n, x in like.items()}
-
-
-def _unforeseen() -> torch.Generator:
-    return torch.Generator().manual_seed(secrets.randbits(63))

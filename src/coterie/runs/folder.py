@@ -17,7 +17,7 @@ import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Record:
         """Write the configuration, before anything else: from now on the folder holds a run."""
         snapshot.write_text(self.path / CONFIG, to_toml(self.config))
         snapshot.write_text(self.path / FINGERPRINT, json.dumps(self.fingerprint, indent=1) + "\n")
+        if reading.is_there(self.path / EVENTS):  # a line that was cut off would run into the next one
+            self._write_events(read_events(self.path))
         self.event("start", **provenance())
 
     def roster(self, content: Any) -> None:
@@ -93,9 +95,12 @@ class Record:
     def rewind(self, done: int) -> list[dict[str, Any]]:
         """Drop what came after round `done`, which will be made again, and return the rounds before."""
         events = [e for e in read_events(self.path) if e["event"] != "end" and e.get("round", 0) <= done]
-        snapshot.write_text(self.path / EVENTS, "".join(json.dumps(e) + "\n" for e in events))
+        self._write_events(events)
         shutil.rmtree(self.path / "final", ignore_errors=True)
         return read_history(self.path)
+
+    def _write_events(self, events: list[dict[str, Any]]) -> None:
+        snapshot.write_text(self.path / EVENTS, "".join(json.dumps(e) + "\n" for e in events))
 
     def finish(self, models: list[Params], result: dict[str, Any]) -> None:
         """Write the results."""
@@ -115,11 +120,17 @@ def alone_in(path: Path, *, overwrite: bool = False) -> Iterator[None]:
     Raises:
         ValueError: Another process writes to the folder, or it holds something else than a run.
     """
-    with ExitStack() as stack:
-        with snapshot.writing(path):
-            _hold(path.resolve(), stack)
-        with _set_aside(path) if overwrite else nullcontext():
-            yield
+    there = path.parent.exists()
+    try:
+        with ExitStack() as stack:
+            with snapshot.writing(path):
+                _hold(path.resolve(), stack)
+            with _set_aside(path) if overwrite else nullcontext():
+                yield
+    finally:
+        if not there:  # it was made for the lock; where there is a run in it now, it stays
+            with suppress(OSError):
+                path.parent.rmdir()
 
 
 def _hold(path: Path, stack: ExitStack) -> None:
