@@ -125,3 +125,9 @@ def test_the_site_builds_strictly(tmp_path):
     assert own and all(f"<code>{name}</code>" in pages[Path("methods/index.html")] for name in own)
     loaded = {url for text in pages.values() for url in LOADED.findall(text)}
     assert not loaded, f"the site loads {loaded}"
+
+
+def test_every_test_that_the_threat_table_names_is_there():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/explanation/trust.md").read_text()))
+    source = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert len(named) > 30 and not named - set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
