@@ -1,7 +1,7 @@
 """Differential privacy: what it costs, the noise that is added, how far one client can change anything."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import dp_accounting
 import numpy as np
@@ -265,6 +265,7 @@ def test_a_bound_that_nobody_reaches_changes_nothing(task, ragged):
 
 
 @ct.register("broken", "service")
+@dataclass(frozen=True)
 class Broken:
     """A client whose update is not a number."""
 
