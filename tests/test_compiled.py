@@ -78,7 +78,7 @@ def images():
 
 def network(*middle):
     torch.manual_seed(0)
-    first, second = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, padding="same")
+    first, second = nn.Conv2d(2, 10, 3, stride=2, padding=1), nn.Conv2d(10, 4, 3, padding="same")
     return nn.Sequential(first, *middle, nn.ReLU(), second, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 3))
 
 
@@ -87,7 +87,7 @@ CASES = {
     "restarts, choosing": (network(), ct.IFCA(2, init="random", tau=2, restarts=2)),
     "gradients": (network(), ct.IFCA(2, init="random", average="gradient")),
     "dropout": (network(nn.Dropout(0.3)), ct.FedAvg(epochs=2, batch=4)),
-    "BatchNorm": (network(nn.BatchNorm2d(4)), ct.FedAvg(tau=2, batch=4)),
+    "BatchNorm": (network(nn.BatchNorm2d(10)), ct.FedAvg(tau=2, batch=4)),
     "Adam": (network(), ct.FedAvg(tau=3, batch=4, optimiser=ct.Adam())),
 }
 
@@ -104,6 +104,36 @@ def test_graphs_give_what_the_loop_gives(case, at_once, request):
     assert graphs.labels.tolist() == loop.labels.tolist()
     for ours, theirs in zip(graphs.models, loop.models, strict=True):
         assert all(torch.allclose(ours[n], theirs[n], atol=1e-5) for n in theirs)
+
+
+def test_of_few_channels_a_convolution_is_a_product_in_every_graph(monkeypatch, at_once, request):
+    shapes = []
+    monkeypatch.setattr(compiled, "compiled", lambda graph: shapes.append(_weights(graph)) or graph)
+    ct.fit(ct.FedAvg(tau=3, batch=2), ct.Task.classifier(network()), images().select([0, 3]), rounds=1, device="cpu")
+    assert shapes == ([[]] if "products" in request.node.name else [[(8, 10, 3, 3)]])  # of two clients, grouped
+
+
+def _weights(graph):
+    return [tuple(n.args[1].meta["tensor_meta"].shape) for n in graph.graph.nodes if n.target is CONVOLUTION]
+
+
+CONVOLUTION = torch.ops.aten.convolution.default
+
+
+def test_graphs_in_bfloat16_convolve_in_it(monkeypatch, at_once):
+    """Also where clients choose. Modes of torch that are on around a graph are off while it is made."""
+    kinds = []
+
+    def seen(graph):
+        for node in graph.graph.nodes:
+            if node.target is CONVOLUTION:
+                kinds.extend(x.meta["tensor_meta"].dtype for x in node.args[:3] if x is not None)
+        return graph
+
+    monkeypatch.setattr(compiled, "compiled", seen)
+    method, task = ct.IFCA(2, init="random", tau=1, batch=2), ct.Task.classifier(network())
+    ct.fit(method, task, images().select([0, 3]), rounds=1, device="cpu", precision="bfloat16")
+    assert set(kinds) == {torch.bfloat16}
 
 
 def test_what_cannot_be_compiled_goes_on_without(monkeypatch, caplog):

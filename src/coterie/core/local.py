@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -98,21 +99,48 @@ def local_update(
             steps are padded.
     """
     trained, buffers = _apart(task, theta)
-    start, first = trained, torch.zeros(())
-    held: Moments = optimiser.begin(trained) if moments is None else moments
+    begin = trained if prox else NONE
+    now = _Stand(trained, buffers, optimiser.begin(trained) if moments is None else moments)
+    step, first = LocalStep(prox, optimiser, clip, ragged and batches is not None), torch.zeros(())
     for q in range(tau if batches is None else len(batches)):
-        batch = data if batches is None else pick(data, batches[q])
-        gradient, loss, moved = training_gradient(task, trained, buffers, batch, None if noise is None else noise + q)
+        rows, seed = None if batches is None else batches[q], None if noise is None else noise + q
+        now, loss = _computed(step, task, now, begin, data, rows, seed, lr)
         first = loss if q == 0 else first
-        if prox:
-            gradient = tree_map(lambda g, p, s: g + prox * (p - s), gradient, trained, start)
-        gradient = gradient if clip is None else clipped(gradient, clip)
-        now = optimiser.step(trained, gradient, held, lr), {**buffers, **moved}
-        if ragged and batches is not None:
-            some = (batches[q] >= 0).any()
-            now = tree_map(lambda a, b, some=some: torch.where(some, a, b), now, ((trained, held), buffers))
-        (trained, held), buffers = now
-    return Updated({**theta, **trained, **buffers}, first, held)
+    return Updated({**theta, **now.trained, **now.buffers}, first, now.moments)
+
+
+class _Stand(NamedTuple):
+    """Where local training stands."""
+
+    trained: Params
+    buffers: Params
+    moments: Moments
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One step of `local_update`, whose settings these are: a function that an engine may compile as a whole."""
+
+    prox: float
+    optimiser: Optimiser
+    clip: float | None
+    ragged: bool
+
+    def __call__(
+        self, task: Task, now: _Stand, begin: Params, data: Data, rows: Tensor | None, noise: Tensor | None, lr: Tensor
+    ) -> tuple[_Stand, Tensor]:
+        """What has become of a model that began as `begin`, on some rows or on all, and its loss before the step."""
+        batch = data if rows is None else pick(data, rows)
+        gradient, loss, moved = one_gradient(task, now.trained, now.buffers, batch, noise)
+        if self.prox:
+            gradient = tree_map(lambda g, p, s: g + self.prox * (p - s), gradient, now.trained, begin)
+        gradient = gradient if self.clip is None else clipped(gradient, self.clip)
+        trained, moments = self.optimiser.step(now.trained, gradient, now.moments, lr)
+        after = _Stand(trained, {**now.buffers, **moved}, moments)
+        if self.ragged and rows is not None:
+            some = (rows >= 0).any()
+            after = tree_map(lambda a, b: torch.where(some, a, b), after, now)
+        return after, loss
 
 
 def training_gradient(
@@ -229,10 +257,11 @@ def each_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def model_losses(task: Task, theta: Params, data: Data, personal: Params) -> Tensor:
     """F(θ_j) on these rows of models stacked (k, …), with what a client keeps of them to itself: (k,)."""
-    return _computed(_model_losses, task, theta, data, personal)
+    return _computed(all_losses, task, theta, data, personal)
 
 
-def _model_losses(task: Task, theta: Params, data: Data, personal: Params) -> Tensor:
+def all_losses(task: Task, theta: Params, data: Data, personal: Params) -> Tensor:
+    """`model_losses`, by torch."""
     return each_model(lambda t: mean_loss(task, {**t, **personal}, data))(theta)
 
 

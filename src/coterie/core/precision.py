@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,20 +33,23 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
         setattr(place, name, exact if precision == "float32" else rough)
     short = precision == "bfloat16"
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=short), _Convolutions() if short else nullcontext():
+        with torch.autocast(device.type, torch.bfloat16, enabled=short), whole_convolutions(precision):
             yield
     finally:
         for (place, name, _, _), value in zip(switches, before, strict=True):
             setattr(place, name, value)
 
 
-class _Convolutions(TorchFunctionMode):
-    """Convolutions in bfloat16 as a whole, as autocast would have them.
+def whole_convolutions(precision: Precision) -> AbstractContextManager[Any]:
+    """In here, convolutions are in bfloat16 as a whole where that is the precision, as autocast would have them.
 
     vmap takes them apart before autocast sees them: into one with operands of two kinds, which some versions of torch
     refuse, or into one without a bias that is added in float32, so that all that follows takes twice the memory.
     """
+    return _WholeConvolutions() if precision == "bfloat16" else nullcontext()
 
+
+class _WholeConvolutions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CONVOLUTIONS:
             args, kwargs = tree_map_only(Tensor, shortened, (args, kwargs))

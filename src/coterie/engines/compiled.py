@@ -1,14 +1,15 @@
-"""Losses and gradients of many clients as compiled graphs, in which convolutions may be matrix products.
+"""Losses and training steps of many clients as compiled graphs, in which convolutions may be matrix products.
 
 Where clients choose, they were sent the same models: convolutions are dense, and what is gained comes of fusing norms,
 activations and losses. Where they train, each has weights of its own. vmap makes grouped convolutions of theirs, for
-which GPU libraries have slow kernels where channels are few. As *products*, a convolution copies the pixels under its
+which GPU libraries have slow kernels where channels are few. As a *product*, a convolution copies the pixels under its
 kernel side by side, with channels last, and multiplies them with the weights: one batched product per layer for all
-clients, and two for its gradients.
+clients, and two for its gradients. Images have so few channels that their convolution always is one.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections import OrderedDict
@@ -26,11 +27,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from coterie.core.local import Way, one_gradient
-from coterie.core.precision import Precision, shortened
+from coterie.core.local import LocalStep, Way, all_losses
+from coterie.core.precision import Precision, shortened, whole_convolutions
 from coterie.core.task import Task
 
 KEPT = 32  # graphs at most
+FEW = 8  # channels up to which a grouped convolution is slower than a product: a GPU multiplies so many at a time
 
 Function = Callable[..., tuple[Tensor, ...]]
 Dims = tuple[int | None, ...]
@@ -42,21 +44,21 @@ class Compiled:
     def __init__(self) -> None:
         self._graphs: OrderedDict[Any, tuple[Function, TreeSpec]] = OrderedDict()
 
-    def way(self, precision: Precision, *, products: bool) -> Way:
-        """The way to compute a function; with `products`, convolutions of gradients are matrix products."""
+    def way(self, precision: Precision, *, products: float = FEW) -> Way:
+        """The way to compute a function, where convolutions of up to `products` channels train as matrix products."""
         return partial(self._call, precision, products)
 
-    def _call(self, precision: Precision, products: bool, function: Callable[..., Any], task: Task, *args: Any) -> Any:
+    def _call(self, precision: Precision, products: float, function: Callable[..., Any], task: Task, *args: Any) -> Any:
         given, spec = tree_flatten(args)
         at = [i for i, x in enumerate(given) if isinstance(x, Tensor)]  # a seed may be None
-        call = _Call(self, function, task, spec, tuple(at), precision, products and function is one_gradient)
+        call = _Call(self, function, task, spec, tuple(at), precision, 0 if function is all_losses else products)
         found = _Lifted.apply(call, *(given[i] for i in at))
         return tree_unflatten(list(found), call.ends[-1])
 
     def run(self, call: _Call, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a call whose clients are stacked (c, …), from its graph; that is made the first time."""
         shapes = tuple((x.shape, x.dtype, x.device) for x in args)
-        key = id(call.task), call.precision, call.function, call.products, str(call.spec), call.at, call.dims, shapes
+        key = id(call.task), call.precision, call.function, call.products, call.spec, call.at, call.dims, shapes
         if key in self._graphs:
             self._graphs.move_to_end(key)
             graph, end = self._graphs[key]
@@ -91,7 +93,7 @@ class _Call:
         spec: How the arguments are put together.
         at: Which of them are tensors.
         precision: Of the arithmetic around the call.
-        products: Whether convolutions are matrix products.
+        products: Channels up to which convolutions are matrix products.
         dims: The stacked dimension of every tensor, for each vmap around the call, innermost first.
         ends: Once it was computed, how its outputs are put together.
     """
@@ -102,7 +104,7 @@ class _Call:
     spec: TreeSpec
     at: tuple[int, ...]
     precision: Precision
-    products: bool
+    products: float
     dims: tuple[Dims, ...] = ()
     ends: list[TreeSpec] = field(default_factory=list)
 
@@ -117,7 +119,8 @@ class _Call:
         given: list[Any] = [None] * self.spec.num_leaves
         for i, tensor in zip(self.at, tensors, strict=True):
             given[i] = tensor
-        with Products() if self.products else nullcontext():
+        # A mode that was on around the call is not on in here: torch takes it off while a mode looks at the call.
+        with whole_convolutions(self.precision), Products(self.products) if self.products else nullcontext():
             flat, end = tree_flatten(self.function(self.task, *tree_unflatten(given, self.spec)))
         self.ends.append(end)
         return tuple(flat)
@@ -136,19 +139,30 @@ class _Lifted(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        call, *tensors = args
-        found = _Lifted.apply(replace(call, dims=(*call.dims, tuple(in_dims[1:]))), *tensors)
+        (call, *tensors), dims = args, tuple(in_dims[1:])
+        if isinstance(call.function, LocalStep):  # from the second step on all is stacked: one graph for both
+            tensors = [_copies(x, info.batch_size) if d is None else x for x, d in zip(tensors, dims, strict=True)]
+            dims = tuple(d or 0 for d in dims)
+        found = _Lifted.apply(replace(call, dims=(*call.dims, dims)), *tensors)
         return found, (0,) * len(found)
+
+
+def _copies(x: Tensor, n: int) -> Tensor:
+    return x.expand(n, *x.shape).contiguous()
 
 
 # --- convolutions as products ----------------------------------------------------------------------------------------
 
 
 class Products(TorchFunctionMode):
-    """Computes `conv2d` as a matrix product, where it is not grouped."""
+    """Computes `conv2d` as a matrix product, where it is not grouped and images have no more channels than this."""
+
+    def __init__(self, channels: float = math.inf) -> None:
+        super().__init__()
+        self.channels = channels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _convolved(*args, **(kwargs or {})) if func is torch.conv2d else None
+        own = _convolved(self.channels, *args, **(kwargs or {})) if func is torch.conv2d else None
         return func(*args, **(kwargs or {})) if own is None else own
 
 
@@ -235,6 +249,7 @@ def _apart(x: Tensor, stride: tuple[int, int]) -> Tensor:
 
 
 def _convolved(
+    channels: float,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -244,7 +259,7 @@ def _convolved(
     groups: int = 1,
 ) -> Tensor | None:
     """`conv2d` of rows (n, c, h, w), with channels last in memory; None for what is left to torch."""
-    if groups != 1 or input.dim() != 4:
+    if groups != 1 or input.dim() != 4 or input.shape[1] > channels:
         return None
     input, weight = shortened(input), shortened(weight)  # before pixels are copied, which are many more
     window = _Window((weight.shape[2], weight.shape[3]), _pair(stride), _pair(dilation), (0, 0, 0, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -37,8 +38,8 @@ class Vmap(LocalEngine):
         self.chunks = Chunks(self.store)
         self._recorded: dict[tuple[str, int, str], tuple[Any, Replayed, Replayed]] = {}
         self._graphs = {
-            "as a graph": GRAPHS.way(self.precision, products=False),
-            "as a graph of products": GRAPHS.way(self.precision, products=True),
+            "as a graph": GRAPHS.way(self.precision),
+            "as a graph of products": GRAPHS.way(self.precision, products=math.inf),
         }
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
