@@ -26,7 +26,7 @@ def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch,
     monkeypatch.setattr(speed, "WARM", 0)
     monkeypatch.setattr(speed, "ROUNDS", 1)
     rows = measure("cpu", quick=True)
-    keys = {"workload", "way", "seconds", "loop_ratio", "floor_ratio", "peak_mib", "max_rel_diff"}
+    keys = {"workload", "way", "seconds", "loop_ratio", "floor_ratio", "peak_mib", "max_rel_diff", "other_labels"}
     assert all(set(r) == keys for r in rows)
     works = {r["workload"] for r in rows}
     ways = {"loop", "sequential", "vmap", "vectorised", "floor"}
@@ -35,6 +35,7 @@ def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch,
     assert len(works) == 8 and len(frozen) == 1
     assert found == {w: {*ways, "vectorised, no features"} if w in frozen else ways for w in works}
     assert all(r["max_rel_diff"] < 1e-3 for r in rows if r["way"] != "floor")
+    assert {r["other_labels"] for r in rows if r["way"] in ("sequential", "vmap", "vectorised")} == {0}
     assert caplog.messages == ["not installed: fedjax, pfl, flower (pip install 'coterie[bench]')"]
 
 

@@ -279,12 +279,15 @@ def speeds(rows: list[dict[str, Any]]) -> None:
     """
     for work in dict.fromkeys(r["workload"] for r in rows):
         console.print(f"\n{work}", style="bold")
-        table = _table("way", ">seconds", ">times the loop", ">floors", ">peak MiB", ">rel. difference")
+        table = _table(
+            "way", ">seconds", ">times the loop", ">floors", ">peak MiB", ">rel. difference", ">other labels"
+        )
         for r in (r for r in rows if r["workload"] == work):
             peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
             gap = "" if r["max_rel_diff"] is None else f"{r['max_rel_diff']:.0e}"
             ratios = f"{r['loop_ratio']:.1f}", f"{r['floor_ratio']:.1f}"
-            table.add_row(r["way"], f"{r['seconds']:.4f}", *ratios, peak, gap)
+            labels = "" if r["other_labels"] is None else str(r["other_labels"])
+            table.add_row(r["way"], f"{r['seconds']:.4f}", *ratios, peak, gap, labels)
         console.print(table)
 
 

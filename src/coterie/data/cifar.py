@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import tarfile
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.federation import Federation, Packed
+from coterie.core.federation import Federation
 from coterie.data.rotated import rotated_by_group
-from coterie.data.source import dataset, deal, download, folder, keep
+from coterie.data.source import converted, dataset, deal, download, folder, keep
 
 _URL, _MD5 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"
 _FILES = [f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
@@ -29,7 +28,7 @@ def cifar10(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
         seed: Seed of the shuffling.
         rows: Number of training images per client; None distributes all 50,000.
     """
-    return _as_floats(deal(*_images(), clients=clients, seed=seed, rows=rows))
+    return converted(deal(*_images(), clients=clients, seed=seed, rows=rows), _standardised)
 
 
 @dataset
@@ -49,23 +48,17 @@ def rotated_cifar10(clients: int = 200, rows: int = 500, seed: int = 0, turns: t
     if not turns or len(set(turns)) < len(turns) or not set(turns) <= set(range(4)):
         given = ", ".join(map(str, turns))
         raise ValueError(f"rotated_cifar10: turns must be different ones of 0 to 3, quarter turns, got {given}")
-    return _as_floats(
-        rotated_by_group(_images(), "rotated_cifar10", clients=clients, rows=rows, seed=seed, turns=turns)
-    )
+    turned = rotated_by_group(_images(), "rotated_cifar10", clients=clients, rows=rows, seed=seed, turns=turns)
+    return converted(turned, _standardised)
 
 
-def _as_floats(federation: Federation) -> Federation:
-    test = federation.test and _standardised(federation.test)
-    return replace(federation, train=_standardised(federation.train), test=test)
-
-
-def _standardised(part: Packed) -> Packed:
+def _standardised(x: Tensor) -> Tensor:
     means, deviations = (torch.tensor(values)[:, None, None] for values in (_MEANS, _DEVIATIONS))
-    return part._replace(x=part.x.float().div_(255).sub_(means).div_(deviations))
+    return x.float().div_(255).sub_(means).div_(deviations)
 
 
 def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the images as bytes, because distributing copies them and floats would take four times the memory."""
+    """Return the training images as bytes, their labels, the test images and theirs."""
     _complete()
     *train, test = (_records(name) for name in _FILES)
     return torch.cat([x for x, _ in train]), torch.cat([y for _, y in train]), *test

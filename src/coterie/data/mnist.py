@@ -15,7 +15,7 @@ from coterie.core.key import Key
 from coterie.core.partitions import held_out
 from coterie.data.points import dealt
 from coterie.data.rotated import rotated_by_group
-from coterie.data.source import dataset, deal, fetch
+from coterie.data.source import converted, dataset, deal, fetch
 
 _HOME = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FILES = {
@@ -57,7 +57,8 @@ def rotated_mnist(clients: int, rows: int, seed: int = 0, groups: int = 4) -> Fe
     """
     if not 1 <= groups <= 4:
         raise ValueError(f"rotated_mnist: groups must be 1 to 4, the quarter turns there are, got {groups}")
-    return rotated_by_group(images(), "rotated_mnist", clients=clients, rows=rows, seed=seed, turns=range(groups))
+    turned = rotated_by_group(_bytes(), "rotated_mnist", clients=clients, rows=rows, seed=seed, turns=range(groups))
+    return converted(turned, _scaled)
 
 
 @dataset
@@ -149,9 +150,19 @@ def _check_counts(name: str, **counts: int | None) -> None:
 
 def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the training images (60000, 1, 28, 28) in [0, 1], their digits, the test images and their digits."""
+    x, y, x_test, y_test = _bytes()
+    return _scaled(x), y, _scaled(x_test), y_test
+
+
+def _bytes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `images` with pixels as they are in the files."""
     parts = [_idx(fetch(f"mnist/{name}", _HOME + name, digest)) for name, digest in _FILES.items()]
     x, y, x_test, y_test = (torch.from_numpy(p) for p in parts)
-    return x[:, None].float() / 255, y.long(), x_test[:, None].float() / 255, y_test.long()
+    return x[:, None], y.long(), x_test[:, None], y_test.long()
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return x.float().div_(255)
 
 
 def _written() -> tuple[Tensor, Tensor]:

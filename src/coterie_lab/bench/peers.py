@@ -69,6 +69,7 @@ class Timing(NamedTuple):
     seconds: float
     models: Params  # (k, …), after one round
     peak_mib: float | None
+    labels: Tensor | None = None  # the cluster that each client chose, where the library says it
 
 
 class PeerFailed(Exception):

@@ -47,6 +47,7 @@ class Workload:
     flops: float
     batch: int | None = None
     features: bool = True  # whether rows pass through frozen layers only once
+    compiled: bool = False  # whether graphs are compiled before rounds are timed, as they are in a run of minutes
 
     @property
     def frozen(self) -> bool:
@@ -82,31 +83,40 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
     rows = []
     for work in workloads(quick, where):
         floor = work.flops / rate
-        ways: dict[str, Callable[[], tuple[float, Params]]] = {"loop": lambda w=work: _loop(w, where)}
+        ways: dict[str, Callable[[], Timing]] = {"loop": lambda w=work: _loop(w, where)}
         for name in (n for n in ENGINES if n != "sharded"):  # in one process it is the same as the vectorised one
             ways[name] = lambda w=work, n=name: _executor(w, n, where)
         if work.frozen:
             ways["vectorised, no features"] = lambda w=work: _executor(replace(w, features=False), "vectorised", where)
         for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
             ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
-        with compiling_after(0.0):  # while rounds warm up
+        with compiling_after(0.0 if work.compiled else None):  # while rounds warm up
             found = {name: _watched(work, name, way, where) for name, way in ways.items()}
         found |= _peers(work, peers)
-        reference = flat(found["sequential"][1])
-        for name, (seconds, models, peak) in found.items():
-            gap = float((flat({n: models[n] for n in found["sequential"][1]}) - reference).abs().max())
+        for name, timing in found.items():
             rows.append({
                 "workload": work.name,
                 "way": name,
-                "seconds": seconds,
-                "loop_ratio": found["loop"][0] / seconds,
-                "floor_ratio": seconds / floor,
-                "peak_mib": peak,
-                "max_rel_diff": gap / float(reference.abs().max()),
+                "seconds": timing.seconds,
+                "loop_ratio": found["loop"].seconds / timing.seconds,
+                "floor_ratio": timing.seconds / floor,
+                "peak_mib": timing.peak_mib,
+                **_differences(timing, found["sequential"]),
             })  # fmt: skip
-        rows.append({"workload": work.name, "way": "floor", "seconds": floor, "loop_ratio": found["loop"][0] / floor,
-                     "floor_ratio": 1.0, "peak_mib": None, "max_rel_diff": None})  # fmt: skip
+        none = {"peak_mib": None, "max_rel_diff": None, "other_labels": None}
+        rows.append({"workload": work.name, "way": "floor", "seconds": floor,
+                     "loop_ratio": found["loop"].seconds / floor, "floor_ratio": 1.0, **none})  # fmt: skip
     return rows
+
+
+def _differences(timing: Timing, reference: Timing) -> dict[str, float | int | None]:
+    """How far the models are from the reference's, as a share of its largest number, and how many labels differ."""
+    own, theirs = flat({n: timing.models[n] for n in reference.models}), flat(reference.models)
+    labels = None if timing.labels is None or reference.labels is None else timing.labels != reference.labels
+    return {
+        "max_rel_diff": float((own - theirs).abs().max() / theirs.abs().max()),
+        "other_labels": None if labels is None else int(labels.sum()),
+    }
 
 
 def workloads(quick: bool, device: torch.device) -> list[Workload]:
@@ -176,6 +186,7 @@ def colour_images(quick: bool) -> list[Workload]:
             0.01,
             choosing_flops(module, images, 2) + sgd_flops(module, images, tau, batch),
             batch,
+            compiled=True,
         )
         for name, module in modules.items()
     ]
@@ -275,20 +286,16 @@ def product_rate(device: torch.device) -> float:
     return 2 * side**3 / min(_timed(lambda: a @ a, device) for _ in range(6))
 
 
-def _watched(
-    work: Workload, name: str, way: Callable[[], tuple[float, Params]], device: torch.device
-) -> tuple[float, Params, float | None]:
-    """Return seconds per round, the models after one round, and the peak memory."""
+def _watched(work: Workload, name: str, way: Callable[[], Timing], device: torch.device) -> Timing:
+    """Measure a way, and its peak of memory too."""
     _reset_peak(device)
-    seconds, models = way()
-    log.info("%s: %s %.4f s a round", work.name, name, seconds)
-    return seconds, models, peak_mib(device)
+    timing = way()
+    log.info("%s: %s %.4f s a round", work.name, name, timing.seconds)
+    return timing._replace(peak_mib=peak_mib(device))
 
 
-def _executor(
-    work: Workload, name: str, device: torch.device, precision: Precision = "float32"
-) -> tuple[float, Params]:
-    """Return seconds per round of an executor, and the models after one round."""
+def _executor(work: Workload, name: str, device: torch.device, precision: Precision = "float32") -> Timing:
+    """Measure an executor."""
     cohort = simulated(work.federation, work.task, Key.of(0), executor=name, device=device, precision=precision)
     start = to_device(work.algorithm.start(work.task, cohort.at(0), Key.of(0)), device)
     state, times = start, []
@@ -298,10 +305,11 @@ def _executor(
         state, _ = work.algorithm.round(start, cohort.at(0))
         _wait(device)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[warm:]), work.algorithm.models(state)
+    method = work.algorithm
+    return Timing(statistics.median(times[warm:]), method.models(state), None, method.labels(state))
 
 
-def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
+def _loop(work: Workload, device: torch.device) -> Timing:
     start = _start(work, device)
     clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
     batches = None if work.batch is None else _batches(work, device)
@@ -310,7 +318,7 @@ def _loop(work: Workload, device: torch.device) -> tuple[float, Params]:
         _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
         for _ in range(3 if device.type == "cpu" else 1)  # it takes most of a minute on a GPU
     ]
-    return statistics.median(seconds[1:] or seconds), found[-1]
+    return Timing(statistics.median(seconds[1:] or seconds), found[-1], None)
 
 
 def _batches(work: Workload, device: torch.device) -> list[Tensor]:
