@@ -67,7 +67,27 @@ OPTIMISERS = {
         lambda p, lr: torch.optim.Adam(p, lr, weight_decay=0.02),
     ),
     "adamw": ({"optimiser": "adamw", "lr": 0.01}, lambda p, lr: torch.optim.AdamW(p, lr)),
+    "decay of some": (
+        {"optimiser": ct.SGD(weight_decay=0.1, decay_only=("0.", "3.weight"))},
+        lambda p, lr: torch.optim.SGD(last_bias_apart(p), lr, weight_decay=0.1),
+    ),
+    "adamw, decay of some": (
+        {"optimiser": ct.AdamW(weight_decay=0.1, decay_only=("0.", "3.weight")), "lr": 0.01},
+        lambda p, lr: torch.optim.AdamW(last_bias_apart(p), lr, weight_decay=0.1),
+    ),
 }
+
+
+def last_bias_apart(parameters):
+    *most, last = parameters
+    return [{"params": most}, {"params": [last], "weight_decay": 0.0}]
+
+
+def test_weight_decay_of_parameters_that_are_not_there_is_refused():
+    federation = ct.Federation.from_clients([(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))])
+    method = ct.FedAvg(optimiser=ct.SGD(weight_decay=0.1, decay_only=("0.weight", "head.")))
+    with pytest.raises(ValueError, match=r"no parameter begins with 'head\.'; they are: 0\.weight, 0\.bias, 3\.weight"):
+        ct.fit(method, ct.Task.classifier(network()), federation, rounds=1)
 
 
 def reference(clients, models, rate, optimiser, *, server=None, masks=None, clip=None, keep=False):

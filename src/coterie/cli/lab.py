@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,13 +55,17 @@ def _log_to_stderr(context: typer.Context) -> None:
 def speed(
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the clients.")] = False,
     device: Device = "auto",
+    only: Annotated[str, typer.Option(help="Time workloads with this in their name; others stay in the file.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,
     as_json: Json = False,
 ) -> None:
     """Time one round on every executor and in other libraries, against a plain loop and the arithmetic minimum."""
-    rows = lab("bench.speed").measure(device, quick=quick)
+    rows = lab("bench.speed").measure(device, quick=quick, only=only)
     if out:
-        write_json(out / f"speed-{find_device(device).type}.json", rows)
+        file = out / f"speed-{find_device(device).type}.json"
+        before = json.loads(file.read_text(encoding="utf-8")) if only and file.exists() else []
+        timed = {row["workload"] for row in rows}
+        write_json(file, [row for row in before if row["workload"] not in timed] + rows)
     display.emit(rows, as_json, lambda: display.speeds(rows))
 
 

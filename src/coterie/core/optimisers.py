@@ -45,15 +45,47 @@ class Optimiser(ABC):
         """The parameters after a step, and what is remembered."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decaying(Optimiser):
+    """A way to step that can also pull parameters towards 0.
+
+    Args:
+        weight_decay: Pull towards 0, added to the gradient.
+        decay_only: The parameters that are pulled, by the beginnings of their names; () for all.
+    """
+
+    weight_decay: float = setting(0.0, low=0)
+    decay_only: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decay_only", tuple(self.decay_only))  # graphs are kept by what they depend on
+
+    def begin(self, theta: Params) -> Moments:
+        """Nothing is remembered."""
+        for beginning in self.decay_only:
+            if not any(name.startswith(beginning) for name in theta):
+                raise ValueError(f"decay_only: no parameter begins with '{beginning}'; they are: {', '.join(theta)}")
+        return {}
+
+    def pulled(self, theta: Params, gradient: Params) -> Params:
+        """The gradient, with weight decay."""
+        if not self.weight_decay:
+            return gradient
+        return {n: g + self.weight_decay * theta[n] if self.decays(n) else g for n, g in gradient.items()}
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay pulls the parameter of that name."""
+        return not self.decay_only or name.startswith(self.decay_only)
+
+
 @register("sgd", "optimiser")
 @dataclass(frozen=True, kw_only=True)
-class SGD(Optimiser):
+class SGD(Decaying):
     """Gradient descent, as `torch.optim.SGD`.
 
     Args:
         momentum: Share of the last step that is made again.
         nesterov: Whether the gradient is that ahead of the momentum's step.
-        weight_decay: Pull towards 0, added to the gradient.
 
     Example:
         >>> theta, slope = {"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}
@@ -63,16 +95,15 @@ class SGD(Optimiser):
 
     momentum: float = setting(0.0, low=0, high=1)
     nesterov: bool = False
-    weight_decay: float = setting(0.0, low=0)
 
     def begin(self, theta: Params) -> Moments:
         """No velocity."""
-        return {"velocity": tree_map(torch.zeros_like, theta)} if self.momentum else {}
+        nothing = super().begin(theta)
+        return {"velocity": tree_map(torch.zeros_like, theta)} if self.momentum else nothing
 
     def step(self, theta: Params, gradient: Params, moments: Moments, lr: Tensor) -> tuple[Params, Moments]:
         """One step."""
-        if self.weight_decay:
-            gradient = tree_map(lambda g, p: g + self.weight_decay * p, gradient, theta)
+        gradient = self.pulled(theta, gradient)
         if self.momentum:
             velocity = tree_map(lambda v, g: self.momentum * v + g, moments["velocity"], gradient)
             moments = {"velocity": velocity}
@@ -82,23 +113,22 @@ class SGD(Optimiser):
 
 @register("adam", "optimiser")
 @dataclass(frozen=True, kw_only=True)
-class Adam(Optimiser):
+class Adam(Decaying):
     """Adam, as `torch.optim.Adam`.
 
     Args:
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of their squares.
         eps: Added to the root of the squares.
-        weight_decay: Pull towards 0, added to the gradient.
     """
 
     beta1: float = setting(0.9, low=0, high=1)
     beta2: float = setting(0.999, low=0, high=1)
     eps: float = setting(1e-8, low=0)
-    weight_decay: float = setting(0.0, low=0)
 
     def begin(self, theta: Params) -> Moments:
         """No gradient seen."""
+        super().begin(theta)
         zeros = tree_map(torch.zeros_like, theta)
         first = next(iter(theta.values()))
         return {"mean": zeros, "square": zeros, "steps": torch.zeros((), dtype=torch.long, device=first.device)}
@@ -115,9 +145,7 @@ class Adam(Optimiser):
 
     def decayed(self, theta: Params, gradient: Params, lr: Tensor) -> tuple[Params, Params]:
         """The parameters and the gradient with weight decay."""
-        if not self.weight_decay:
-            return theta, gradient
-        return theta, tree_map(lambda g, p: g + self.weight_decay * p, gradient, theta)
+        return theta, self.pulled(theta, gradient)
 
     def squared(self, square: Tensor, gradient: Tensor) -> Tensor:
         """The mean of squared gradients."""
@@ -143,7 +171,7 @@ class AdamW(Adam):
 
     def decayed(self, theta: Params, gradient: Params, lr: Tensor) -> tuple[Params, Params]:
         """The parameters shrunk, the gradient as it is."""
-        return tree_map(lambda p: p * (1 - lr * self.weight_decay), theta), gradient
+        return {n: p * (1 - lr * self.weight_decay) if self.decays(n) else p for n, p in theta.items()}, gradient
 
 
 @register("yogi", "optimiser")

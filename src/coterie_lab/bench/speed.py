@@ -68,7 +68,7 @@ class Workload:
         return IFCA(self.k, init="random", **plain) if self.k > 1 else FedAvg(**plain)
 
 
-def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]]:
+def measure(device: str = "auto", *, quick: bool = False, only: str = "") -> list[dict[str, Any]]:
     """Time every workload on every executor, and return rows as `coterie bench speed --json` prints them.
 
     Other libraries that are installed are timed on a CPU only.
@@ -76,12 +76,17 @@ def measure(device: str = "auto", *, quick: bool = False) -> list[dict[str, Any]
     Args:
         device: "auto", "cpu" or "cuda".
         quick: Whether to use a tenth of the clients.
+        only: A part of the names of the workloads to time.
     """
     where = find_device(device)
+    chosen = [work for work in workloads(quick, where) if only in work.name]
+    if not chosen:
+        names = "; ".join(work.name for work in workloads(quick, where))
+        raise ValueError(f"--only: no workload on {where} has '{only}' in its name; they are: {names}")
     peers = installed() if where.type == "cpu" else []
     rate = product_rate(where)
     rows = []
-    for work in workloads(quick, where):
+    for work in chosen:
         floor = work.flops / rate
         ways: dict[str, Callable[[], Timing]] = {"loop": lambda w=work: _loop(w, where)}
         for name in (n for n in ENGINES if n != "sharded"):  # in one process it is the same as the vectorised one
