@@ -1,4 +1,4 @@
-"""Losses and gradients of stacked clients by graphs, as engines compute them on a GPU."""
+"""Losses and steps of stacked clients by graphs, as engines compute them on a GPU."""
 
 import gc
 import itertools
@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import coterie as ct
+from coterie.core.key import Key
+from coterie.core.local import local_update, stacked_by
 from coterie.core.precision import arithmetic
+from coterie.core.task import Data
 from coterie.engines import chunks, compiled, vmap
 from coterie.engines.compiled import Products
 
@@ -82,6 +85,7 @@ def network(*middle):
     return nn.Sequential(first, *middle, nn.ReLU(), second, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 3))
 
 
+TASK = ct.Task.classifier(network())
 CASES = {
     "plain": (network(), ct.FedAvg(tau=3, batch=2)),
     "restarts, choosing": (network(), ct.IFCA(2, init="random", tau=2, restarts=2)),
@@ -89,6 +93,9 @@ CASES = {
     "dropout": (network(nn.Dropout(0.3)), ct.FedAvg(epochs=2, batch=4)),
     "BatchNorm": (network(nn.BatchNorm2d(10)), ct.FedAvg(tau=2, batch=4)),
     "Adam": (network(), ct.FedAvg(tau=3, batch=4, optimiser=ct.Adam())),
+    "Adam, choosing": (network(), ct.IFCA(2, init="random", tau=4, lr=0.01, optimiser=ct.Adam(keep=True))),
+    "AdamW, restarts": (network(), ct.IFCA(2, init="random", tau=3, batch=2, lr=0.01, restarts=2, optimiser="adamw")),
+    "prox": (network(), ct.FedAvg(tau=4, batch=2, prox=5.0)),
 }
 
 
@@ -104,6 +111,54 @@ def test_graphs_give_what_the_loop_gives(case, at_once, request):
     assert graphs.labels.tolist() == loop.labels.tolist()
     for ours, theirs in zip(graphs.models, loop.models, strict=True):
         assert all(torch.allclose(ours[n], theirs[n], atol=1e-5) for n in theirs)
+
+
+def test_arguments_that_are_one_tensor_at_first_may_be_two_later(at_once):
+    """As the model that a client begins with and the one that it has, which a step pulls towards the first."""
+    task, g = ct.Task.classifier(network()), torch.Generator().manual_seed(0)
+    theta = {n: torch.stack([p, p + 0.1]) for n, p in task.init(Key.of(0)).items()}
+    rows = Data(torch.randn(2, 5, 2, 6, 6, generator=g), torch.randint(3, (2, 5), generator=g), torch.ones(2, 5))
+
+    def trained(theta, rows):
+        return local_update(task, theta, rows, lr=torch.tensor(0.1), tau=4, prox=5.0).theta
+
+    plain = torch.vmap(trained)(theta, rows)
+    with stacked_by(compiled.GRAPHS.way("float32")):
+        graph = torch.vmap(trained)(theta, rows)
+    assert at_once and all(torch.allclose(graph[n], plain[n], atol=1e-6) for n in plain)
+
+
+def test_a_step_copies_nobodys_rows_and_is_one_graph_however_many_there_are(monkeypatch, at_once):
+    inputs = []
+    monkeypatch.setattr(compiled, "compiled", lambda graph: inputs.append(_numbers(graph)) or graph)
+    method = ct.IFCA(2, init="random", tau=2, batch=2, restarts=3)
+    for clients in ([0, 3], [1, 2]):  # of 5 rows, and of up to 7
+        ct.fit(method, TASK, images().select(clients), rounds=1, device="cpu")
+    models, row = 2 * 3 * sum(p.numel() for p in TASK.init(Key.of(0)).values()), 2 * 6 * 6 + 2
+    step, *choosing = sorted(inputs)
+    assert step == models + 2 * 2 * row + 1  # two rows of both clients, their labels and masks, and the step size
+    assert choosing == [models + 2 * n * row for n in (4, 6)]  # restarts are judged by the others
+
+
+def _numbers(graph):
+    return sum(n.meta["tensor_meta"].shape.numel() for n in graph.graph.nodes if n.op == "placeholder")
+
+
+def test_an_optimiser_that_is_no_dataclass_has_graphs_of_its_own(at_once):
+    class Scaled(ct.SGD):
+        def __init__(self, factor):
+            super().__init__()
+            object.__setattr__(self, "factor", factor)
+
+        def step(self, theta, gradient, moments, lr):
+            return super().step(theta, gradient, moments, lr * self.factor)
+
+    for method in (ct.FedAvg(tau=2, optimiser=Scaled(1.0)), ct.FedAvg(tau=2, optimiser=Scaled(3.0))):
+        loop, graphs = (
+            ct.fit(method, TASK, images(), rounds=1, device="cpu", executor=executor).models[0]
+            for executor in ("sequential", "vectorised")
+        )
+        assert all(torch.allclose(graphs[n], loop[n], atol=1e-5) for n in loop)
 
 
 def test_of_few_channels_a_convolution_is_a_product_in_every_graph(monkeypatch, at_once, request):

@@ -64,8 +64,9 @@ def speed(
     if out:
         file = out / f"speed-{find_device(device).type}.json"
         before = json.loads(file.read_text(encoding="utf-8")) if only and file.exists() else []
+        works = dict.fromkeys(row["workload"] for row in [*before, *rows])  # in their old order
         timed = {row["workload"] for row in rows}
-        write_json(file, [row for row in before if row["workload"] not in timed] + rows)
+        write_json(file, [row for w in works for row in (rows if w in timed else before) if row["workload"] == w])
     display.emit(rows, as_json, lambda: display.speeds(rows))
 
 

@@ -100,16 +100,16 @@ def local_update(
     """
     trained, buffers = _apart(task, theta)
     begin = trained if prox else NONE
-    now = _Stand(trained, buffers, optimiser.begin(trained) if moments is None else moments)
-    step, first = LocalStep(prox, optimiser, clip, ragged and batches is not None), torch.zeros(())
+    now = Standing(trained, buffers, optimiser.begin(trained) if moments is None else moments)
+    step, first = LocalStep(prox, optimiser, clip, ragged), torch.zeros(())
     for q in range(tau if batches is None else len(batches)):
-        rows, seed = None if batches is None else batches[q], None if noise is None else noise + q
-        now, loss = _computed(step, task, now, begin, data, rows, seed, lr)
+        rows = data if batches is None else pick(data, batches[q])
+        now, loss = _computed(step, task, now, begin, rows, None if noise is None else noise + q, lr)
         first = loss if q == 0 else first
     return Updated({**theta, **now.trained, **now.buffers}, first, now.moments)
 
 
-class _Stand(NamedTuple):
+class Standing(NamedTuple):
     """Where local training stands."""
 
     trained: Params
@@ -127,18 +127,17 @@ class LocalStep:
     ragged: bool
 
     def __call__(
-        self, task: Task, now: _Stand, begin: Params, data: Data, rows: Tensor | None, noise: Tensor | None, lr: Tensor
-    ) -> tuple[_Stand, Tensor]:
-        """What has become of a model that began as `begin`, on some rows or on all, and its loss before the step."""
-        batch = data if rows is None else pick(data, rows)
-        gradient, loss, moved = one_gradient(task, now.trained, now.buffers, batch, noise)
+        self, task: Task, now: Standing, begin: Params, rows: Data, noise: Tensor | None, lr: Tensor
+    ) -> tuple[Standing, Tensor]:
+        """What has become of a model that began as `begin`, and its loss on these rows before the step."""
+        gradient, loss, moved = one_gradient(task, now.trained, now.buffers, rows, noise)
         if self.prox:
             gradient = tree_map(lambda g, p, s: g + self.prox * (p - s), gradient, now.trained, begin)
         gradient = gradient if self.clip is None else clipped(gradient, self.clip)
         trained, moments = self.optimiser.step(now.trained, gradient, now.moments, lr)
-        after = _Stand(trained, {**now.buffers, **moved}, moments)
-        if self.ragged and rows is not None:
-            some = (rows >= 0).any()
+        after = Standing(trained, {**now.buffers, **moved}, moments)
+        if self.ragged:
+            some = rows.mask.any()
             after = tree_map(lambda a, b: torch.where(some, a, b), after, now)
         return after, loss
 
@@ -171,7 +170,7 @@ _way: ContextVar[Way | None] = ContextVar("way", default=None)
 
 @contextmanager
 def stacked_by(way: Way) -> Iterator[None]:
-    """In here, an engine computes the losses and the gradients of stacked clients in a way of its own."""
+    """In here, an engine computes the losses and the steps of stacked clients in a way of its own."""
     token = _way.set(way)
     try:
         yield

@@ -51,21 +51,17 @@ class Decaying(Optimiser):
 
     Args:
         weight_decay: Pull towards 0, added to the gradient.
-        decay_only: The parameters that are pulled, by the beginnings of their names; () for all.
+        decay_only: The parameters that are pulled, by the beginnings of their names; None for all.
     """
 
     weight_decay: float = setting(0.0, low=0)
-    decay_only: tuple[str, ...] = ()
+    decay_only: tuple[str, ...] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "decay_only", tuple(self.decay_only))  # graphs are kept by what they depend on
-
-    def begin(self, theta: Params) -> Moments:
-        """Nothing is remembered."""
-        for beginning in self.decay_only:
+    def check_names(self, theta: Params) -> None:
+        """Refuse to pull parameters that are not there."""
+        for beginning in self.decay_only or ():
             if not any(name.startswith(beginning) for name in theta):
                 raise ValueError(f"decay_only: no parameter begins with '{beginning}'; they are: {', '.join(theta)}")
-        return {}
 
     def pulled(self, theta: Params, gradient: Params) -> Params:
         """The gradient, with weight decay."""
@@ -75,7 +71,7 @@ class Decaying(Optimiser):
 
     def decays(self, name: str) -> bool:
         """Whether weight decay pulls the parameter of that name."""
-        return not self.decay_only or name.startswith(self.decay_only)
+        return self.decay_only is None or name.startswith(tuple(self.decay_only))
 
 
 @register("sgd", "optimiser")
@@ -98,8 +94,8 @@ class SGD(Decaying):
 
     def begin(self, theta: Params) -> Moments:
         """No velocity."""
-        nothing = super().begin(theta)
-        return {"velocity": tree_map(torch.zeros_like, theta)} if self.momentum else nothing
+        self.check_names(theta)
+        return {"velocity": tree_map(torch.zeros_like, theta)} if self.momentum else {}
 
     def step(self, theta: Params, gradient: Params, moments: Moments, lr: Tensor) -> tuple[Params, Moments]:
         """One step."""
@@ -128,10 +124,10 @@ class Adam(Decaying):
 
     def begin(self, theta: Params) -> Moments:
         """No gradient seen."""
-        super().begin(theta)
-        zeros = tree_map(torch.zeros_like, theta)
+        self.check_names(theta)
+        mean, square = (tree_map(torch.zeros_like, theta) for _ in range(2))
         first = next(iter(theta.values()))
-        return {"mean": zeros, "square": zeros, "steps": torch.zeros((), dtype=torch.long, device=first.device)}
+        return {"mean": mean, "square": square, "steps": torch.zeros((), dtype=torch.long, device=first.device)}
 
     def step(self, theta: Params, gradient: Params, moments: Moments, lr: Tensor) -> tuple[Params, Moments]:
         """One step."""
@@ -164,7 +160,7 @@ class AdamW(Adam):
     """Adam with weight decay apart from the gradient, as `torch.optim.AdamW`.
 
     Args:
-        weight_decay: Every step multiplies the parameters by 1 - lr·weight_decay first.
+        weight_decay: Every step multiplies the parameters that decay by 1 - lr·weight_decay first.
     """
 
     weight_decay: float = setting(0.01, low=0)

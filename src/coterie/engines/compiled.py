@@ -50,15 +50,21 @@ class Compiled:
 
     def _call(self, precision: Precision, products: float, function: Callable[..., Any], task: Task, *args: Any) -> Any:
         given, spec = tree_flatten(args)
-        at = [i for i, x in enumerate(given) if isinstance(x, Tensor)]  # a seed may be None
-        call = _Call(self, function, task, spec, tuple(at), precision, 0 if function is all_losses else products)
+        at = tuple(i for i, x in enumerate(given) if isinstance(x, Tensor))  # a seed may be None
+        rest = tuple(None if isinstance(x, Tensor) else x for x in given)
+        call = _Call(self, function, task, spec, at, rest, precision, 0 if function is all_losses else products)
+        if isinstance(function, LocalStep):  # its first argument is stacked from the second step on
+            call = replace(call, stacking=sum(isinstance(x, Tensor) for x in tree_flatten(args[0])[0]))
         found = _Lifted.apply(call, *(given[i] for i in at))
         return tree_unflatten(list(found), call.ends[-1])
 
     def run(self, call: _Call, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a call whose clients are stacked (c, …), from its graph; that is made the first time."""
+        # Two arguments that are one tensor would be one argument of the graph, also where later they are two.
+        args = [x.clone() if any(x is y for y in args[:i]) else x for i, x in enumerate(args)]
         shapes = tuple((x.shape, x.dtype, x.device) for x in args)
-        key = id(call.task), call.precision, call.function, call.products, call.spec, call.at, call.dims, shapes
+        of = call.precision, _told_apart(call.function), call.products, call.rest
+        key = id(call.task), *of, str(call.spec), call.at, call.dims, shapes
         if key in self._graphs:
             self._graphs.move_to_end(key)
             graph, end = self._graphs[key]
@@ -92,8 +98,11 @@ class _Call:
         task: The task.
         spec: How the arguments are put together.
         at: Which of them are tensors.
+        rest: The others, at their places.
         precision: Of the arithmetic around the call.
         products: Channels up to which convolutions are matrix products.
+        stacking: How many of the first tensors are copied for every client, where all have the same: later calls have
+            their own, and one graph is for both.
         dims: The stacked dimension of every tensor, for each vmap around the call, innermost first.
         ends: Once it was computed, how its outputs are put together.
     """
@@ -103,8 +112,10 @@ class _Call:
     task: Task
     spec: TreeSpec
     at: tuple[int, ...]
+    rest: tuple[Any, ...]
     precision: Precision
     products: float
+    stacking: int = 0
     dims: tuple[Dims, ...] = ()
     ends: list[TreeSpec] = field(default_factory=list)
 
@@ -116,7 +127,7 @@ class _Call:
         return function
 
     def _one(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given: list[Any] = [None] * self.spec.num_leaves
+        given = list(self.rest)
         for i, tensor in zip(self.at, tensors, strict=True):
             given[i] = tensor
         # A mode that was on around the call is not on in here: torch takes it off while a mode looks at the call.
@@ -139,16 +150,20 @@ class _Lifted(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        (call, *tensors), dims = args, tuple(in_dims[1:])
-        if isinstance(call.function, LocalStep):  # from the second step on all is stacked: one graph for both
-            tensors = [_copies(x, info.batch_size) if d is None else x for x, d in zip(tensors, dims, strict=True)]
-            dims = tuple(d or 0 for d in dims)
-        found = _Lifted.apply(replace(call, dims=(*call.dims, dims)), *tensors)
+        (call, *tensors), dims = args, list(in_dims[1:])
+        for i in range(call.stacking):
+            if dims[i] is None:
+                tensors[i], dims[i] = tensors[i].expand(info.batch_size, *tensors[i].shape).contiguous(), 0
+        found = _Lifted.apply(replace(call, dims=(*call.dims, tuple(dims))), *tensors)
         return found, (0,) * len(found)
 
 
-def _copies(x: Tensor, n: int) -> Tensor:
-    return x.expand(n, *x.shape).contiguous()
+def _told_apart(function: Callable[..., Any]) -> Any:
+    """What graphs of a function are kept by: of a step, all that its optimiser holds, declared as a setting or not."""
+    if not isinstance(function, LocalStep):
+        return function
+    optimiser = function.optimiser
+    return function.prox, function.clip, function.ragged, type(optimiser), repr(vars(optimiser))
 
 
 # --- convolutions as products ----------------------------------------------------------------------------------------

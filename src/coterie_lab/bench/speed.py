@@ -79,9 +79,9 @@ def measure(device: str = "auto", *, quick: bool = False, only: str = "") -> lis
         only: A part of the names of the workloads to time.
     """
     where = find_device(device)
-    chosen = [work for work in workloads(quick, where) if only in work.name]
-    if not chosen:
-        names = "; ".join(work.name for work in workloads(quick, where))
+    known = workloads(quick, where)
+    if not (chosen := [work for work in known if only in work.name]):
+        names = "; ".join(work.name for work in known)
         raise ValueError(f"--only: no workload on {where} has '{only}' in its name; they are: {names}")
     peers = installed() if where.type == "cpu" else []
     rate = product_rate(where)
@@ -95,7 +95,7 @@ def measure(device: str = "auto", *, quick: bool = False, only: str = "") -> lis
             ways["vectorised, no features"] = lambda w=work: _executor(replace(w, features=False), "vectorised", where)
         for precision in get_args(Precision)[1:] if where.type == "cuda" else ():
             ways[f"vectorised, {precision}"] = lambda w=work, p=precision: _executor(w, "vectorised", where, p)
-        with compiling_after(0.0 if work.compiled else None):  # while rounds warm up
+        with compiling_after(0.0 if work.compiled else None):  # 0: before the first round that counts
             found = {name: _watched(work, name, way, where) for name, way in ways.items()}
         found |= _peers(work, peers)
         for name, timing in found.items():
