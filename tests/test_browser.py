@@ -26,6 +26,7 @@ QUIET = (
 )  # fmt: skip
 HOSTILE = "<script>alert(1)<"  # a folder's name has no slash
 PATIENCE = 60_000  # milliseconds: other tests use the same cores
+sync_api.expect.set_options(timeout=PATIENCE)
 
 TRAIN = """
 import sys, time
@@ -127,6 +128,23 @@ def test_the_filter_filters_and_the_list_follows(page, address, training):
     page.get_by_label("Filter by name").fill("")
     page.get_by_role("link", name="run", exact=True).click()
     sync_api.expect(page.locator("tbody tr td.name").first).to_have_text(HOSTILE)
+
+
+def test_all_that_was_asked_for_is_shown_however_late_answers_are(page, address):
+    page.add_init_script(
+        "const soon = fetch; fetch = async (a) => (await new Promise((r) => setTimeout(r, 800)), soon(a))"
+    )
+    page.goto(f"{address}?q=second")
+    sync_api.expect(page.locator("tbody tr")).to_have_count(1)
+    page.get_by_label("Filter by name").fill("")
+    page.get_by_role("link", name="run", exact=True).click()  # before the filter has asked
+    sync_api.expect(page.locator("tbody tr td.name").first).to_have_text(HOSTILE)
+    page.get_by_role("link", name="run", exact=True).click()
+    page.get_by_label("Filter by name").fill("second")  # before the other order is there
+    sync_api.expect(page.locator("tbody tr")).to_have_count(1)
+    page.get_by_label("Filter by name").fill("")
+    sync_api.expect(page.locator("tbody tr td.name").last).to_have_text(HOSTILE)
+    assert "sort=name" in page.url
 
 
 def test_chosen_runs_are_compared_whatever_the_filter_shows(page, address):

@@ -7,22 +7,26 @@
     boxes().forEach((one) => { one.checked = chosen.has(one.value); });
     said.textContent = chosen.size ? `${chosen.size} chosen` : "";
   }
-  // The address says what is shown, so that it can be kept and gone back to.
-  async function show(address, remember) {
+  const field = (name, page = document) => page.querySelector(`[role=search] [name=${name}]`);
+  // The address says what was asked for, so that it can be kept and gone back to, and refreshing asks for the same.
+  function ask(words) {
+    clearTimeout(timer);
+    for (const name of ["sort", "order"]) field(name).value = words.get(name) ?? "";
+    history.replaceState(null, "", `/?${words}`);
+    refresh();
+  }
+  const refresh = () => show(location.pathname + location.search).catch(() => {});
+  async function show(address) {
     const mine = ++asked;
     const answer = await fetch(address);
     if (!answer.ok || mine !== asked) return;
     const other = parsed(await answer.text());
     if (mine !== asked) return;
     morph(list, other.getElementById("list"));
-    for (const name of ["sort", "order"]) document.querySelector(`[role=search] [name=${name}]`).value = other.querySelector(`[role=search] [name=${name}]`).value;
+    for (const name of ["sort", "order"]) field(name).value = field(name, other).value;
     tick();
-    if (remember) history.replaceState(null, "", address);
   }
-  function filter() {
-    const words = new URLSearchParams(new FormData(box.form));
-    show(`/?${words}`, true).catch(() => {});
-  }
+  const filter = () => ask(new URLSearchParams(new FormData(box.form)));
   box.addEventListener("input", () => {
     clearTimeout(timer);
     timer = setTimeout(filter, TYPING);
@@ -35,7 +39,12 @@
     const link = event.target.closest("th a, .pages a");
     if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
-    show(link.getAttribute("href"), true).catch(() => {});
+    const words = new URLSearchParams(link.search);
+    if ((words.get("q") ?? "") !== box.value) { // typed since the link was made
+      words.set("q", box.value);
+      words.delete("page");
+    }
+    ask(words);
   });
   list.addEventListener("change", (event) => {
     const one = event.target;
@@ -49,5 +58,5 @@
   });
   boxes().forEach((one) => one.checked && chosen.add(one.value));
   tick();
-  setInterval(() => document.hidden || show(location.pathname + location.search, false).catch(() => {}), PAUSE);
+  setInterval(() => document.hidden || refresh(), PAUSE);
 })();
