@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import coterie as ct
+from coterie.data import cifar
 from coterie.data.rotated import rotated_by_group
 from coterie.data.source import folder
 from coterie.runs.config import build_federation
@@ -298,6 +299,20 @@ def test_rotated_cifar10_is_the_papers():
     assert torch.equal(federation.test.client(5)[1], federation.test.client(1)[1])
     assert not torch.equal(federation.train.client(4)[1], federation.train.client(0)[1])
     assert federation.train.x.std((0, 2, 3)).tolist() == pytest.approx([1, 1, 1], abs=0.02)
+
+
+@needs_cifar10
+def test_the_authors_standardise_every_image_by_itself():
+    federation = ct.data.rotated_cifar10(4, 10, by_image=True)
+    x, theirs = federation.train.x, ct.data.rotated_cifar10(4, 10).train.x
+    assert x.mean((1, 2, 3)).abs().max() < 1e-5 and torch.allclose(x.std((1, 2, 3), correction=0), torch.ones(40))
+    bright, colour = theirs[7][:, 0, 0].sub(theirs[7][:, 5, 5]), x[7][:, 0, 0].sub(x[7][:, 5, 5])
+    ratio = bright * torch.tensor([0.2470, 0.2435, 0.2616]) / colour  # all of an image is scaled alike
+    assert torch.allclose(ratio, ratio[:1].expand(3), rtol=1e-3)
+
+
+def test_an_image_of_one_colour_is_all_zeros():
+    assert not cifar._each_standardised(torch.full((2, 3, 4, 4), 7, dtype=torch.uint8)).any()
 
 
 @pytest.mark.parametrize(

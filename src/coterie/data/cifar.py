@@ -32,7 +32,9 @@ def cifar10(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
 
 
 @dataset
-def rotated_cifar10(clients: int = 200, rows: int = 500, seed: int = 0, turns: tuple[int, ...] = (0, 2)) -> Federation:
+def rotated_cifar10(
+    clients: int = 200, rows: int = 500, seed: int = 0, turns: tuple[int, ...] = (0, 2), by_image: bool = False
+) -> Federation:
     """The IFCA paper's rotated CIFAR-10 (Section 6.2), in which each group rotates all of CIFAR-10 by its own angle.
 
     In every group all 50,000 training images are shuffled and split into clients of `rows` images. The group's test
@@ -49,12 +51,19 @@ def rotated_cifar10(clients: int = 200, rows: int = 500, seed: int = 0, turns: t
         given = ", ".join(map(str, turns))
         raise ValueError(f"rotated_cifar10: turns must be different ones of 0 to 3, quarter turns, got {given}")
     turned = rotated_by_group(_images(), "rotated_cifar10", clients=clients, rows=rows, seed=seed, turns=turns)
-    return converted(turned, _standardised)
+    return converted(turned, _each_standardised if by_image else _standardised)
 
 
 def _standardised(x: Tensor) -> Tensor:
     means, deviations = (torch.tensor(values)[:, None, None] for values in (_MEANS, _DEVIATIONS))
     return x.float().div_(255).sub_(means).div_(deviations)
+
+
+def _each_standardised(x: Tensor) -> Tensor:
+    """As TensorFlow's `per_image_standardization`, which also spares an image of one colour."""
+    x = x.float().div_(255)
+    deviations, means = torch.std_mean(x, (1, 2, 3), correction=0, keepdim=True)
+    return x.sub_(means).div_(deviations.clamp(min=x[0].numel() ** -0.5))
 
 
 def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:

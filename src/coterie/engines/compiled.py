@@ -32,6 +32,7 @@ from coterie.core.precision import Precision, shortened, whole_convolutions
 from coterie.core.task import Task
 
 KEPT = 32  # graphs at most
+ALIGNED = 8  # numbers of which a GPU wants rows to have a multiple, in any precision
 FEW = 8  # channels up to which a grouped convolution is slower than a product: a GPU multiplies so many at a time
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -235,9 +236,12 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,), window, (x, weight) = gradients, ctx.window, ctx.saved_tensors
         out, channels, *_ = weight.shape
-        rows = window.under(x).reshape(-1, weight[0].numel())
-        at_weight = rows.T @ gradient.permute(0, 2, 3, 1).reshape(-1, out).to(rows.dtype)
-        at_weight = at_weight.reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
+        rows, at_rows = _rows(window.under(x)), gradient.permute(0, 2, 3, 1).flatten(1, 2).to(x.dtype)
+        if channels <= FEW:  # a small matrix, which a GPU would not share out: image by image there is enough to do
+            at_weight = (rows.mT @ at_rows).sum(0)
+        else:
+            at_weight = rows.flatten(0, 1).T @ at_rows.flatten(0, 1)
+        at_weight = at_weight[: weight[0].numel()].reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
         at_weight = at_weight.clone(memory_format=torch.contiguous_format)  # a graph is of one order in memory
         apart = _apart(gradient, window.stride)
         turned = weight.flip(2, 3).transpose(0, 1)
@@ -248,9 +252,18 @@ class _Convolution(torch.autograd.Function):
 def _product(x: Tensor, weight: Tensor, window: _Window) -> Tensor:
     """Images (n, channels, height, width) convolved, as one product of all places."""
     under = window.under(x)
-    size = weight[0].numel()
-    found = under.reshape(-1, size) @ weight.permute(2, 3, 1, 0).reshape(size, -1)
+    found = _rows(under).flatten(0, 1) @ _aligned(weight.permute(0, 2, 3, 1).flatten(1)).T
     return found.reshape(*under.shape[:3], len(weight)).permute(0, 3, 1, 2)
+
+
+def _rows(under: Tensor) -> Tensor:
+    """The pixels at each place side by side (n, places, pixels), with zeros at the end."""
+    return _aligned(under.flatten(3).flatten(1, 2))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Zeros at the end of every row, to a length that a GPU reads as a whole: else its products are much slower."""
+    return functional.pad(x, (0, -x.shape[-1] % ALIGNED)) if x.shape[-1] % ALIGNED else x
 
 
 def _apart(x: Tensor, stride: tuple[int, int]) -> Tensor:
