@@ -46,6 +46,8 @@ def rotated_cifar10(
         rows: Number of images per client n.
         seed: Seed of the shuffling.
         turns: By how many quarter turns each group is rotated: 0 and 180 degrees.
+        by_image: Whether every image by itself has mean 0 and standard deviation 1, as in the authors' code, in place
+            of every colour over all images.
     """
     if not turns or len(set(turns)) < len(turns) or not set(turns) <= set(range(4)):
         given = ", ".join(map(str, turns))

@@ -237,10 +237,9 @@ class _Convolution(torch.autograd.Function):
         (gradient,), window, (x, weight) = gradients, ctx.window, ctx.saved_tensors
         out, channels, *_ = weight.shape
         rows, at_rows = _rows(window.under(x)), gradient.permute(0, 2, 3, 1).flatten(1, 2).to(x.dtype)
-        if channels <= FEW:  # a small matrix, which a GPU would not share out: image by image there is enough to do
-            at_weight = (rows.mT @ at_rows).sum(0)
-        else:
-            at_weight = rows.flatten(0, 1).T @ at_rows.flatten(0, 1)
+        if channels > FEW:  # of few it is a small matrix, which a GPU would not share out: it does image by image
+            rows, at_rows = (each.flatten(0, 1)[None] for each in (rows, at_rows))
+        at_weight = (rows.mT @ at_rows).sum(0)
         at_weight = at_weight[: weight[0].numel()].reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
         at_weight = at_weight.clone(memory_format=torch.contiguous_format)  # a graph is of one order in memory
         apart = _apart(gradient, window.stride)
