@@ -34,10 +34,11 @@ from coterie.engines.compiled import Products
         ({"padding": 1, "padding_mode": "circular"}, 3),
     ],
 )
-def test_a_convolution_as_a_product_is_the_same(settings, size):
+@pytest.mark.parametrize("channels", [4, 10])  # few, and more
+def test_a_convolution_as_a_product_is_the_same(settings, size, channels):
     g = torch.Generator().manual_seed(0)
-    layer = nn.Conv2d(4, 6, size, **settings).double()
-    x = torch.randn(3, 4, 9, 8, generator=g, dtype=torch.double, requires_grad=True)
+    layer = nn.Conv2d(channels, 6, size, **settings).double()
+    x = torch.randn(3, channels, 9, 8, generator=g, dtype=torch.double, requires_grad=True)
     plain = layer(x)
     with Products():
         product = layer(x)
@@ -239,6 +240,29 @@ def test_a_graph_is_compiled_only_once_it_may_pay(monkeypatch):
     assert not tried  # 64 seconds, but before the last round it was 56
     ct.fit(method, task, few, rounds=10, device="cpu")
     assert len(tried) == 1
+
+
+def test_what_was_found_of_a_step_need_not_be_found_again(monkeypatch, at_once):
+    monkeypatch.setattr(compiled.GRAPHS, "_found", {})
+    tried, tries = [], chunks.Chunks._tried
+    monkeypatch.setattr(chunks.Chunks, "_tried", lambda *args: (tried.append(1), tries(*args))[1])
+    task, few = ct.Task.classifier(network()), images().select([0, 3])  # of one size
+    first = ct.fit(ct.FedAvg(tau=2, batch=4), task, few, rounds=2, seed=0, device="cpu")
+    assert len(tried) == 1
+    monkeypatch.setattr(chunks, "PATIENCE", math.inf)
+    made = len(at_once)
+    again = ct.fit(ct.FedAvg(tau=2, batch=4), task, few, rounds=2, seed=0, device="cpu")
+    assert len(tried) == 1 and torch.equal(again.models[0]["0.weight"], first.models[0]["0.weight"])
+    ct.fit(ct.FedAvg(tau=2, batch=2), task, few, rounds=2, seed=0, device="cpu")  # not yet
+    ct.fit(ct.FedAvg(tau=2, batch=4), task, few, rounds=2, seed=0, device="cpu", precision="bfloat16")
+    ct.fit(ct.FedAvg(tau=2, batch=4), ct.Task.classifier(network()), few, rounds=2, seed=0, device="cpu")
+    assert len(tried) == 1 and len(at_once) == made
+    monkeypatch.setattr(chunks, "PATIENCE", -1.0)
+    ct.fit(ct.FedAvg(tau=2, batch=2), task, few, rounds=2, seed=0, device="cpu")
+    assert len(tried) == 2
+    del task, first, again
+    gc.collect()
+    assert not compiled.GRAPHS._found  # of tasks that are gone
 
 
 def test_shapes_that_do_not_recur_are_not_compiled(at_once, monkeypatch):

@@ -19,7 +19,7 @@ def test_the_cifar_cnn_begins_as_tensorflows_tutorial_has_it():
     task = ct.Task.classifier(ct.models.CifarCNN())
     for model in (task.init(Key.of(0)), ct.models.CifarCNN().state_dict()):
         spreads = {
-            "convolutions.0": 0.05, "convolutions.4": 0.05, "layers.0": 0.04, "layers.1": 0.04, "layers.2": 1 / 192,
+            "convolutions.0": 0.05, "convolutions.1": 0.05, "layers.0": 0.04, "layers.1": 0.04, "layers.2": 1 / 192,
         }  # fmt: skip
         for (name, spread), bias in zip(spreads.items(), (0, 0.1, 0.1, 0.1, 0), strict=True):
             weight = model[f"{name}.weight"]
@@ -53,7 +53,7 @@ def test_the_cifar_cnn_by_hand():
     p = dict(net.named_parameters())
     z = functional.conv2d(x, p["convolutions.0.weight"], p["convolutions.0.bias"], padding=2).relu()
     z = normed(pooled(z))
-    z = functional.conv2d(z, p["convolutions.4.weight"], p["convolutions.4.bias"], padding=2).relu()
+    z = functional.conv2d(z, p["convolutions.1.weight"], p["convolutions.1.bias"], padding=2).relu()
     z = pooled(normed(z)).flatten(1)
     for i in range(3):
         z = z @ p[f"layers.{i}.weight"].T + p[f"layers.{i}.bias"]

@@ -6,7 +6,7 @@ import math
 import time
 import timeit
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class Ways(NamedTuple):
         alone: One by one; None where that is never done.
         cached: Bytes of work per chunk on a CPU: larger chunks leave the cache and run slower.
         compiled: All at once, by graphs that take long to compile, by their names.
+        found: With graphs, which of them was the fastest for which clients, and why, in this run or one before it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Ways(NamedTuple):
     alone: Work | None
     cached: int
     compiled: Mapping[str, Work] = {}
+    found: MutableMapping[str, tuple[int, str]] | None = None
 
 
 class Chunks:
@@ -156,14 +158,18 @@ class Chunks:
     def _fastest(self, exchange: Exchange, sizes: Tensor, at: Tensor, ways: Ways) -> Work:
         """The fastest way to do these clients at once.
 
-        A graph is of one shape. It is tried when all work of that shape has taken as long as compiling would.
+        A graph is of one shape. It is tried when all work of that shape has taken as long as compiling would; a later
+        run of the same step begins with what was found then.
         """
-        ledger, most = exchange.ledger, int(sizes[at].max())
+        ledger, found, most = exchange.ledger, ways.found, int(sizes[at].max())
+        assert found is not None
         label = f"{ways.name} of {len(at)} clients with up to {most} {exchange.part} rows, compiled"
         if label not in ledger.chunks:
-            if self._spent.get(label, 0.0) < PATIENCE:
-                return lambda at: self._timed(label, ways.together, at)
-            ledger.chunks[label], why = self._tried(ways, at)
+            if label not in found:
+                if self._spent.get(label, 0.0) < PATIENCE:
+                    return lambda at: self._timed(label, ways.together, at)
+                found[label] = self._tried(ways, at)
+            ledger.chunks[label], why = found[label]
             ledger.messages.append(f"vectorised: {label}: {why}")
         if not (which := ledger.chunks[label]):
             return ways.together

@@ -36,6 +36,7 @@ ALIGNED = 8  # numbers of which a GPU wants rows to have a multiple, in any prec
 FEW = 8  # channels up to which a grouped convolution is slower than a product: a GPU multiplies so many at a time
 
 Function = Callable[..., tuple[Tensor, ...]]
+Found = dict[str, tuple[int, str]]  # the number of a way, and why it was taken, by the clients it is for
 Dims = tuple[int | None, ...]
 
 
@@ -44,6 +45,15 @@ class Compiled:
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[Any, tuple[Function, TreeSpec]] = OrderedDict()
+        self._found: dict[Any, Found] = {}
+
+    def found(self, task: Task, *step: Any) -> Found:
+        """Which way was the fastest for a step of a task, which later runs need not find out again."""
+        key = id(task), *step
+        if key not in self._found:
+            self._found[key] = {}
+            weakref.finalize(task, self._found.pop, key, None).atexit = False  # another task may get its id
+        return self._found[key]
 
     def way(self, precision: Precision, *, products: float = FEW) -> Way:
         """The way to compute a function, where convolutions of up to `products` channels train as matrix products."""
@@ -199,6 +209,12 @@ class _Window(NamedTuple):
         (high, wide), (down, right) = self.kernel, self.dilation
         return down * (high - 1), right * (wide - 1)
 
+    def places(self, size: Sequence[int]) -> tuple[int, int]:
+        """At how many places, down and to the right, the kernel lies on images of this height and width."""
+        left, right, top, bottom = self.padding
+        height, width = size[0] + top + bottom, size[1] + left + right
+        return (height - self.reach[0] - 1) // self.stride[0] + 1, (width - self.reach[1] - 1) // self.stride[1] + 1
+
     def under(self, x: Tensor) -> Tensor:
         """The pixels under the kernel at each of its places (n, height, width, kernel…, channels)."""
         x = functional.pad(x.permute(0, 2, 3, 1), (0, 0, *self.padding))
@@ -218,46 +234,47 @@ class _Window(NamedTuple):
 class _Convolution(torch.autograd.Function):
     """A convolution whose gradients are products too: that of the images is a convolution of the gradient.
 
-    Torch would add the gradient of every slice of an image to it in turn.
+    Torch would add the gradient of every slice of an image to it in turn. Where there are few channels, the pixels
+    under the kernel are kept from the one to the other.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, window: _Window) -> Tensor:
-        return _product(x, weight, window)
+    def forward(x: Tensor, rows: Tensor | None, weight: Tensor, window: _Window) -> Tensor:
+        return _product(_rows(x, window) if rows is None else rows, weight, window.places(x.shape[2:]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, ctx.window = inputs
-        ctx.save_for_backward(x, weight)
+        x, rows, weight, ctx.window = inputs
+        ctx.save_for_backward(x, rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,), window, (x, weight) = gradients, ctx.window, ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        (gradient,), window, (x, rows, weight) = gradients, ctx.window, ctx.saved_tensors
         out, channels, *_ = weight.shape
-        rows, at_rows = _rows(window.under(x)), gradient.permute(0, 2, 3, 1).flatten(1, 2).to(x.dtype)
-        if channels > FEW:  # of few it is a small matrix, which a GPU would not share out: it does image by image
-            rows, at_rows = (each.flatten(0, 1)[None] for each in (rows, at_rows))
-        at_weight = (rows.mT @ at_rows).sum(0)
-        at_weight = at_weight[: weight[0].numel()].reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
+        at_rows = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(x.dtype)
+        if rows is None:
+            rows, at_rows = (each.flatten(0, 1)[None] for each in (_rows(x, window), at_rows))
+        # Of few channels it is a small matrix, which a GPU would not share out: it does so image by image.
+        at_weight = (rows.mT @ at_rows).sum(0)[: weight[0].numel()]
+        at_weight = at_weight.reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
         at_weight = at_weight.clone(memory_format=torch.contiguous_format)  # a graph is of one order in memory
         apart = _apart(gradient, window.stride)
-        turned = weight.flip(2, 3).transpose(0, 1)
-        at_x = _product(apart, turned, window.backwards(x.shape[2:], gradient.shape[2:]))
-        return at_x.to(x.dtype), at_weight.to(weight.dtype), None
+        turned, back = weight.flip(2, 3).transpose(0, 1), window.backwards(x.shape[2:], gradient.shape[2:])
+        at_x = _product(_rows(apart, back), turned, back.places(apart.shape[2:]))
+        return at_x.to(x.dtype), None, at_weight.to(weight.dtype), None
 
 
-def _product(x: Tensor, weight: Tensor, window: _Window) -> Tensor:
-    """Images (n, channels, height, width) convolved, as one product of all places."""
-    under = window.under(x)
-    found = _rows(under).flatten(0, 1) @ _aligned(weight.permute(0, 2, 3, 1).flatten(1)).T
-    return found.reshape(*under.shape[:3], len(weight)).permute(0, 3, 1, 2)
-
-
-def _rows(under: Tensor) -> Tensor:
+def _rows(x: Tensor, window: _Window) -> Tensor:
     """The pixels at each place side by side (n, places, pixels), with zeros at the end."""
-    return _aligned(under.flatten(3).flatten(1, 2))
+    return _aligned(window.under(x).flatten(3).flatten(1, 2))
+
+
+def _product(rows: Tensor, weight: Tensor, places: tuple[int, int]) -> Tensor:
+    """Images (n, channels, height, width) convolved, as one product of all places."""
+    found = rows.flatten(0, 1) @ _aligned(weight.permute(0, 2, 3, 1).flatten(1)).T
+    return found.unflatten(0, (len(rows), *places)).permute(0, 3, 1, 2)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -290,7 +307,9 @@ def _convolved(
         return None
     input, weight = shortened(input), shortened(weight)  # before pixels are copied, which are many more
     window = _Window((weight.shape[2], weight.shape[3]), _pair(stride), _pair(dilation), (0, 0, 0, 0))
-    found = _Convolution.apply(input, weight, window._replace(padding=_padding(padding, window.reach)))
+    window = window._replace(padding=_padding(padding, window.reach))
+    rows = _rows(input.detach(), window) if input.shape[1] <= FEW else None  # of more they would take much memory
+    found = _Convolution.apply(input, rows, weight, window)
     return found if bias is None else found + shortened(bias)[:, None, None]
 
 

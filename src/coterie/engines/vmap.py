@@ -65,11 +65,14 @@ class Vmap(LocalEngine):
         # More is computed for more models, so chunks are sized for each size of what a client is sent.
         steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
         name = f"{steps} (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
-        graphs = {
-            how: partial(compiled, way=way, several=self._functions(self.answer(stages), exchange, how)[0])
-            for how, way in (self._graphs if self._compiles(exchange) else {}).items()
-        }
-        ways = Ways(name, self._explained(together, alone), alone, CACHED, graphs)
+        ways = Ways(name, self._explained(together, alone), alone, CACHED)
+        if self._compiles(exchange):
+            graphs = {
+                how: partial(compiled, way=way, several=self._functions(self.answer(stages), exchange, how)[0])
+                for how, way in self._graphs.items()
+            }
+            found = GRAPHS.found(self.task, self.precision, repr(exchange.step(self.task)))
+            ways = ways._replace(compiled=graphs, found=found)
         for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
             self._remember(exchange, at, reply.memory)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 # Of the weights of each layer, and the constants of the biases; the model of TensorFlow's tutorial has them so.
 _CONVOLUTION, _HIDDEN = 0.05, 0.04
@@ -55,19 +57,14 @@ class CifarCNN(nn.Module):
         self.spec = {
             "name": "cifar_cnn", "shape": list(shape), "classes": classes, "channels": channels, "hidden": list(hidden),
         }  # fmt: skip
-        pool = nn.MaxPool2d(3, 2, ceil_mode=True)  # of even sizes this halves them, as TensorFlow's padding does
-        norm = nn.LocalResponseNorm(_WINDOW, _ALPHA, 0.75, 1.0)
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(depth, channels, 5, padding=2), nn.ReLU(), pool, norm,
-            nn.Conv2d(channels, channels, 5, padding=2), nn.ReLU(), norm, pool,
-        )  # fmt: skip
+        self.convolutions = nn.ModuleList(nn.Conv2d(n, channels, 5, padding=2) for n in (depth, channels))
         sizes = (channels * (height // 4) * (width // 4), *hidden, classes)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
-        first, second = (layer for layer in self.convolutions if isinstance(layer, nn.Conv2d))
+        first, second = (cast(nn.Conv2d, layer) for layer in self.convolutions)
         one, two, last = (cast(nn.Linear, layer) for layer in self.layers)
         for layer, spread, bias in (
             (first, _CONVOLUTION, 0.0),
@@ -82,7 +79,25 @@ class CifarCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, one row per image."""
-        x = self.convolutions(x).flatten(1)
+        first, second = self.convolutions
+        assert isinstance(first.bias, Tensor) and isinstance(first.weight, Tensor)
+        # Which of some numbers is the largest is known without bias and ReLU, which then see a quarter of them.
+        x = _pooled(functional.conv2d(x, first.weight, padding=2))
+        x = (x + first.bias.to(x.dtype)[:, None, None]).relu()
+        x = _pooled(_normalised(second(_normalised(x)).relu())).flatten(1)
         for layer in self.layers[:-1]:
             x = layer(x).relu()
         return self.layers[-1](x)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    """Of even sizes this halves them, as TensorFlow's padding does."""
+    return functional.max_pool2d(x, 3, 2, ceil_mode=True)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Local response normalisation, as torch computes it but for the power of -¾: by roots, which cost less."""
+    squares = x.square().flatten(2).unsqueeze(1)
+    around = functional.avg_pool2d(squares, (_WINDOW, 1), 1, (_WINDOW // 2, 0)).squeeze(1).reshape(x.shape)
+    root = (1 + _ALPHA * around.to(torch.promote_types(x.dtype, torch.float32))).rsqrt()
+    return x * (root * root.sqrt())
