@@ -25,6 +25,7 @@ SMALL = 2**19  # multiplications for which there is memory in any case, and that
 SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
 PATIENCE = 60.0  # seconds that work of one shape must have taken before graphs are compiled, which takes about as long
+TRIES = 4  # of work that recurs: a GPU may record the third call and replay it from then on, which is what counts
 BY_VMAP = "by vmap"  # how the way without a graph is called in the log
 
 Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
@@ -186,7 +187,7 @@ class Chunks:
     def _tried(self, ways: Ways, chunk: Tensor) -> tuple[int, str]:
         """Which way is the fastest, 0 for the one without a graph, and what was found."""
         tries = [self._try(name, work, chunk) for name, work in ways.compiled.items()]
-        plain = min(self._seconds(ways.together, chunk) for _ in range(2))
+        plain = min(self._seconds(ways.together, chunk) for _ in range(TRIES))
         seconds = [plain, *(seconds for seconds, _ in tries)]
         best = seconds.index(min(seconds))
         found = "; ".join(said for _, said in tries)
@@ -200,7 +201,7 @@ class Chunks:
         except Exception as error:  # there is no compiler, or not enough memory, or it fails: nothing depends on it
             return math.inf, f"{name} it cannot be compiled: {_first_line(error)}"
         took = time.perf_counter() - begin
-        seconds = min(self._seconds(work, chunk) for _ in range(2))
+        seconds = min(self._seconds(work, chunk) for _ in range(TRIES))
         return seconds, f"{1e3 * seconds:.1f} {name}, {took:.0f} s to compile"
 
     def _seconds(self, work: Work, at: Tensor) -> float:

@@ -143,18 +143,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
         path: The picture.
     """
     data = list(dict.fromkeys(r["data"] for r in result["rows"]))
-    methods = list(dict.fromkeys(r["method"] for r in result["rows"]))
+    methods, lowest = list(dict.fromkeys(r["method"] for r in result["rows"])), min(r["ours"] for r in result["rows"])
     fig = plots.figure(max(3.1, 0.75 * len(methods)) * len(data), 3.6)
     for axes, name in zip(fig.subplots(1, len(data), sharey=True, squeeze=False)[0], data, strict=True):
         rows = [r for r in result["rows"] if r["data"] == name]
         for x, row in enumerate(rows):
             axes.bar(x, row["ours"], yerr=row["±"], color=plots.COLOURS[methods.index(row["method"])], capsize=3)
-            axes.text(x, row["ours"] + row["±"] + 0.6, f"{row['ours']:.2f}", ha="center", fontsize=7)
+            plate = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+            axes.text(x, lowest - 7.2, f"{row['ours']:.2f}", ha="center", bbox=plate, fontsize=7)  # clear of the lines
             if row["paper"] is not None:
                 axes.plot([x - 0.4, x + 0.4], [row["paper"]] * 2, color="black", lw=1.5, ls=(0, (2, 1)))
         axes.set_xticks(range(len(rows)), [r["method"] for r in rows], rotation=35, ha="right", fontsize=8)
         axes.set_title(name, fontsize=10)
-        axes.set_ylim(bottom=min(r["ours"] for r in result["rows"]) - 8)
+        axes.set_ylim(bottom=lowest - 8)
         plots.tidy(axes)
     compared = any(r["paper"] is not None for r in result["rows"])
     fig.axes[0].set_ylabel("test accuracy (%)" + ("; dashed: paper" if compared else ""))
