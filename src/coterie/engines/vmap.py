@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from coterie.engines.compiled import GRAPHS
 from coterie.engines.errors import FAULTS, explained, is_own_fault
 from coterie.engines.graphs import Replayed
 from coterie.engines.local import Answer, LocalEngine
+from coterie.engines.pooling import ChannelsLast
 from coterie.engines.refusal import is_refusal
 
 CACHED = 32 * 2**20  # bytes of work per chunk on a CPU
@@ -77,6 +79,13 @@ class Vmap(LocalEngine):
             reply = work(at)
             self._remember(exchange, at, reply.memory)
             yield at, reply
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """For what clients compute, with images as the device likes them."""
+        images = ChannelsLast() if self.device.type == "cpu" and self._convolves else nullcontext()
+        with super().arithmetic(), images:
+            yield
 
     def _compiles(self, exchange: Exchange) -> bool:
         """Whether clients train convolutions of images, on a device for which these are worth compiling."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,6 +99,8 @@ def measure(device: str = "auto", *, quick: bool = False, only: str = "") -> lis
         with compiling_after(0.0 if work.compiled else None):  # 0: before the first round that counts
             found = {name: _watched(work, name, way, where) for name, way in ways.items()}
         found |= _peers(work, peers)
+        if where.type == "cpu":
+            found |= _in_turn(work, where, found)
         for name, timing in found.items():
             rows.append({
                 "workload": work.name,
@@ -301,29 +304,46 @@ def _watched(work: Workload, name: str, way: Callable[[], Timing], device: torch
 
 def _executor(work: Workload, name: str, device: torch.device, precision: Precision = "float32") -> Timing:
     """Measure an executor."""
-    cohort = simulated(work.federation, work.task, Key.of(0), executor=name, device=device, precision=precision)
-    start = to_device(work.algorithm.start(work.task, cohort.at(0), Key.of(0)), device)
-    state, times = start, []
+    run, states = _round(work, name, device, precision), deque(maxlen=1)
     warm, rounds = (WARM, ROUNDS) if name != "sequential" else (int(device.type == "cpu"), 1)  # it takes long
-    for _ in range(warm + rounds):
-        begin = time.perf_counter()
-        state, _ = work.algorithm.round(start, cohort.at(0))
-        _wait(device)
-        times.append(time.perf_counter() - begin)
-    method = work.algorithm
+    times = [_timed(lambda: states.append(run()), device) for _ in range(warm + rounds)]
+    method, state = work.algorithm, states[-1]
     return Timing(statistics.median(times[warm:]), method.models(state), None, method.labels(state))
 
 
 def _loop(work: Workload, device: torch.device) -> Timing:
-    start = _start(work, device)
-    clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
-    batches = None if work.batch is None else _batches(work, device)
-    found: list[Params] = []
+    run, found = _loop_round(work, device), []
     seconds = [
-        _timed(lambda: found.append(loop_round(work.module, start, clients, work.lr, work.tau, batches)), device)
+        _timed(lambda: found.append(run()), device)
         for _ in range(3 if device.type == "cpu" else 1)  # it takes most of a minute on a GPU
     ]
     return Timing(statistics.median(seconds[1:] or seconds), found[-1], None)
+
+
+def _in_turn(work: Workload, device: torch.device, found: dict[str, Timing]) -> dict[str, Timing]:
+    """The loop and the default executor, timed once more by rounds of one and the other in turn.
+
+    Whatever else a machine does slows both down then; of rounds that lie minutes apart it may slow one.
+    """
+    ways = {"loop": _loop_round(work, device), "vectorised": _round(work, "vectorised", device, "float32")}
+    rounds = [[_timed(run, device) for run in ways.values()] for _ in range(WARM + ROUNDS)]
+    seconds = map(statistics.median, zip(*rounds[WARM:], strict=True))
+    return {name: found[name]._replace(seconds=each) for name, each in zip(ways, seconds, strict=True)}
+
+
+def _round(work: Workload, name: str, device: torch.device, precision: Precision) -> Callable[[], Any]:
+    """A round on an executor, always from the same models, which returns the state after it."""
+    cohort = simulated(work.federation, work.task, Key.of(0), executor=name, device=device, precision=precision)
+    start = to_device(work.algorithm.start(work.task, cohort.at(0), Key.of(0)), device)
+    return lambda: work.algorithm.round(start, cohort.at(0))[0]
+
+
+def _loop_round(work: Workload, device: torch.device) -> Callable[[], Params]:
+    """The same round in the plain loop, which returns the models after it."""
+    start = _start(work, device)
+    clients = [tuple(a.to(device) for a in work.federation.train.client(i)) for i in range(len(work.federation))]
+    batches = None if work.batch is None else _batches(work, device)
+    return lambda: loop_round(work.module, start, clients, work.lr, work.tau, batches)
 
 
 def _batches(work: Workload, device: torch.device) -> list[Tensor]:

@@ -1,0 +1,73 @@
+"""Max-pooling with channels last, as engines do it on a CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+from torch.nn import functional
+
+import coterie as ct
+from coterie.engines import pooling
+from coterie.engines.pooling import ChannelsLast
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kernel_size": 2},
+        {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+        {"kernel_size": (3, 2), "stride": 1, "padding": 1},
+        {"kernel_size": 2, "dilation": 2},
+    ],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_same_pixels_are_the_largest(settings, stacked):
+    """Also where several are equal, which images with few shades have everywhere."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(4, (2, 3, 5, 8, 9), generator=g).float()
+    x[0, 0, 0, 2, 2] = torch.nan
+
+    def pooled(x):
+        return functional.max_pool2d(x, **settings)
+
+    weights = torch.randn(pooled(x[0]).shape, generator=g)
+
+    def gradient(x):
+        return grad(lambda x: (pooled(x) * weights).nan_to_num().sum())(x)
+
+    for function in (pooled, gradient):
+        plain = torch.stack([function(each) for each in x])
+        with ChannelsLast():
+            own = vmap(function)(x) if stacked else torch.stack([function(each) for each in x])
+        assert torch.allclose(own, plain, equal_nan=True, rtol=0, atol=0 if function is pooled else 1e-6)
+
+
+def test_single_images_and_indices_are_as_ever():
+    x = torch.randn(2, 4, 4)
+    with ChannelsLast():
+        assert torch.equal(functional.max_pool2d(x, 2), nn.MaxPool2d(2)(x[None])[0])
+        values, at = nn.MaxPool2d(2, return_indices=True)(x[None])
+    assert values.shape == at.shape == (1, 2, 2, 2)
+
+
+@pytest.mark.parametrize("executor", ["vectorised", "vmap", "sequential"])
+def test_engines_pool_so_where_there_are_images(monkeypatch, executor):
+    seen = []
+    plain = ChannelsLast.__torch_function__
+    monkeypatch.setattr(
+        pooling.ChannelsLast,
+        "__torch_function__",
+        lambda self, func, types, args=(), kwargs=None: (
+            seen.append(func),
+            plain(self, func, types, args, kwargs),
+        )[1],
+    )
+    g = torch.Generator().manual_seed(0)
+    images = [(torch.randn(5, 1, 4, 4, generator=g), torch.randint(2, (5,), generator=g)) for _ in range(3)]
+    points = [(x.flatten(1), y) for x, y in images]
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 2))
+    ct.fit(ct.FedAvg(), ct.Task.classifier(net), ct.Federation.from_clients(images), rounds=1, executor=executor)
+    assert any(func in pooling._POOLS for func in seen) == (executor != "sequential")
+    seen.clear()
+    ct.fit(ct.FedAvg(), ct.Task.classifier(nn.Linear(16, 2)), ct.Federation.from_clients(points), rounds=1)
+    assert not seen
