@@ -21,10 +21,11 @@ from coterie.engines.pooling import ChannelsLast
     ],
 )
 @pytest.mark.parametrize("stacked", [False, True])
-def test_the_same_pixels_are_the_largest(settings, stacked):
+@pytest.mark.parametrize("channels", [5, 32])
+def test_the_same_pixels_are_the_largest(settings, stacked, channels):
     """Also where several are equal, which images with few shades have everywhere."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randint(4, (2, 3, 5, 8, 9), generator=g).float()
+    x = torch.randint(4, (2, 3, channels, 8, 9), generator=g).float()
     x[0, 0, 0, 2, 2] = torch.nan
 
     def pooled(x):
@@ -50,6 +51,17 @@ def test_single_images_and_indices_are_as_ever():
     assert values.shape == at.shape == (1, 2, 2, 2)
 
 
+class Viewing(nn.Module):
+    """Relies on the order of numbers in memory, as many modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(1, 2, 2, padding=1), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(functional.max_pool2d(self.convolution(x), 2).view(x.size(0), -1))
+
+
 @pytest.mark.parametrize("executor", ["vectorised", "vmap", "sequential"])
 def test_engines_pool_so_where_there_are_images(monkeypatch, executor):
     seen = []
@@ -65,7 +77,7 @@ def test_engines_pool_so_where_there_are_images(monkeypatch, executor):
     g = torch.Generator().manual_seed(0)
     images = [(torch.randn(5, 1, 4, 4, generator=g), torch.randint(2, (5,), generator=g)) for _ in range(3)]
     points = [(x.flatten(1), y) for x, y in images]
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 2))
+    net = Viewing()
     ct.fit(ct.FedAvg(), ct.Task.classifier(net), ct.Federation.from_clients(images), rounds=1, executor=executor)
     assert any(func in pooling._POOLS for func in seen) == (executor != "sequential")
     seen.clear()

@@ -26,6 +26,7 @@ SHARE = 0.4  # of the free memory, for one chunk
 LONG = 1.0  # seconds of work from which on it pays to try whether clients are faster one by one
 PATIENCE = 60.0  # seconds that work of one shape must have taken before graphs are compiled, which takes about as long
 TRIES = 4  # of work that recurs: a GPU may record the third call and replay it from then on, which is what counts
+FAILED = "it cannot be compiled"  # as the log says it
 BY_VMAP = "by vmap"  # how the way without a graph is called in the log
 
 Work = Callable[[Tensor], Any]  # something to be done for the clients at these positions
@@ -169,8 +170,11 @@ class Chunks:
             if label not in found:
                 if self._spent.get(label, 0.0) < PATIENCE:
                     return lambda at: self._timed(label, ways.together, at)
-                found[label] = self._tried(ways, at)
-            ledger.chunks[label], why = found[label]
+                ledger.chunks[label], why = self._tried(ways, at)
+                if FAILED not in why:  # for want of memory, say, which another run may have
+                    found[label] = ledger.chunks[label], why
+            else:
+                ledger.chunks[label], why = found[label]
             ledger.messages.append(f"vectorised: {label}: {why}")
         if not (which := ledger.chunks[label]):
             return ways.together
@@ -199,7 +203,7 @@ class Chunks:
         try:
             work(chunk)
         except Exception as error:  # there is no compiler, or not enough memory, or it fails: nothing depends on it
-            return math.inf, f"{name} it cannot be compiled: {_first_line(error)}"
+            return math.inf, f"{name} {FAILED}: {_first_line(error)}"
         took = time.perf_counter() - begin
         seconds = min(self._seconds(work, chunk) for _ in range(TRIES))
         return seconds, f"{1e3 * seconds:.1f} {name}, {took:.0f} s to compile"
@@ -246,6 +250,8 @@ def _by_graph(label: str, graph: Work, ways: Ways, ledger: Ledger, at: Tensor) -
     except Exception as error:
         ledger.chunks[label] = 0
         ledger.messages.append(f"vectorised: {label}: {BY_VMAP} ({_first_line(error)})")
+        if ways.found is not None:
+            ways.found.pop(label, None)
         return ways.together(at)
 
 

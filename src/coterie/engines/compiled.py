@@ -308,7 +308,7 @@ def _convolved(
     input, weight = shortened(input), shortened(weight)  # before pixels are copied, which are many more
     window = _Window((weight.shape[2], weight.shape[3]), _pair(stride), _pair(dilation), (0, 0, 0, 0))
     window = window._replace(padding=_padding(padding, window.reach))
-    rows = _rows(input.detach(), window) if input.shape[1] <= FEW else None  # of more they would take much memory
+    rows = _rows(input, window) if input.shape[1] <= FEW else None  # of more they would take much memory
     found = _Convolution.apply(input, rows, weight, window)
     return found if bias is None else found + shortened(bias)[:, None, None]
 

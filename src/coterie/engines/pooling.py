@@ -15,11 +15,12 @@ _POOLS = (torch.max_pool2d, functional.max_pool2d)
 class ChannelsLast(TorchFunctionMode):
     """In here, `max_pool2d` moves the channels of images (n, channels, height, width) to the end first.
 
-    The numbers are the same, and so is the one that counts as the largest where several are equal. What it returns has
-    channels last in memory too, which later convolutions keep.
+    The numbers are the same, and so is the one that counts as the largest where several are equal. What it returns is
+    in the usual order, which modules may rely on.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _POOLS and args and isinstance(args[0], Tensor) and args[0].dim() == 4:
-            args = args[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), *args[1:]
+            last = args[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+            return func(last, *args[1:], **(kwargs or {})).contiguous()
         return func(*args, **(kwargs or {}))

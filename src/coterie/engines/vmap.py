@@ -73,7 +73,7 @@ class Vmap(LocalEngine):
                 how: partial(compiled, way=way, several=self._functions(self.answer(stages), exchange, how)[0])
                 for how, way in self._graphs.items()
             }
-            found = GRAPHS.found(self.task, self.precision, repr(exchange.step(self.task)))
+            found = GRAPHS.found(self.task, self.precision, self.device, repr(exchange.step(self.task)))
             ways = ways._replace(compiled=graphs, found=found)
         for at, work in self.chunks.of(exchange, self.sizes(exchange), ways):
             reply = work(at)
@@ -93,7 +93,8 @@ class Vmap(LocalEngine):
 
     @cached_property
     def _convolves(self) -> bool:
-        return any(p.dim() == 4 for p in self.task.init(Key.of(0)).values())
+        """Whether the task's module has kernels of images."""
+        return self.task.functions is not None and any(p.dim() == 4 for p in self.task.init(Key.of(0)).values())
 
     def _functions(self, answer: Answer, exchange: Exchange, way: str = "vmap") -> tuple[Answer, Answer]:
         """The step for a stacked chunk of clients, and for one; on a GPU recorded, if it is many small operations."""
