@@ -489,7 +489,7 @@ def test_clusters_that_are_points_have_a_ridge():
 
 def test_steps_that_are_too_large_are_told():
     made = ct.data.gaussian_clusters(k=3, points=60, d=5)
-    either = "a model has a matrix without an inverse|the loss of cluster 0, 1, 2 is no longer finite"  # as it is rounded
+    either = "a model has a matrix without an inverse|the loss of cluster 0, 1, 2 is no longer finite"  # by rounding
     with pytest.raises(ct.Diverged, match=f"round 1: ({either}); a smaller lr"):
         ct.fit(ct.UIFCA(k=3, closed=False, lr=10.0), flow(5), made, rounds=5)
 

@@ -162,13 +162,13 @@ class Loop:
         self._meet(t)
         try:
             state, report = self.membership.perform(lambda c: self.method.round(self.state, c.at(t)), unit=t + 1)
+            self._check_finite(t, state, report)
+            seconds = time.perf_counter() - begin
+            if t == 0:
+                before, seconds = (0, 0), seconds + self.start_seconds
+            row = self._row(t, state, report, seconds)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
             raise self._diverged(t, "a model has a matrix without an inverse") from None
-        self._check_finite(t, state, report)
-        seconds = time.perf_counter() - begin
-        if t == 0:
-            before, seconds = (0, 0), seconds + self.start_seconds
-        row = self._row(t, state, report, seconds)
         row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
         row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
         if left_out := self.cohort.ledger.left_out:
