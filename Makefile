@@ -12,10 +12,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: $(READY)
 	$(BIN)/coterie demo
 
-# One thread per test process: processes that each use all cores spend their time waiting for each other. Of the three
+# One thread per test process: processes that each use all cores spend their time waiting for each other. Of the four
 # two begin with the tests of real Flower processes, and mostly wait.
 test: lint $(PROGRAMS)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ federation = ct.data.rotated_digits(clients=16, seed=0)
 clients = [federation.train.client(i) for i in range(len(federation))]
 k, gamma, tau, rounds = 4, 0.1, 10, 30
 
-torch.manual_seed(0)  # seed 1 loses groups, as a random start often does; hence coterie starts farthest-first
+torch.manual_seed(0)  # seed 1 loses groups, as a random start often does; hence coterie does not start at random
 models = [ct.models.MLP(64, 32, 10) for _ in range(k)]  # line 1
 
 

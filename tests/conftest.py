@@ -22,13 +22,14 @@ from coterie.flower.local import LocalGrid
 from coterie.flower.membership import FlowerMembership
 from coterie.flower.node import Node
 
-# Tests of real Flower processes, which wait and wait: each group has a federation of its own. The longest come first.
+# Tests of real Flower processes, which mostly wait: two groups, so that two processes of the tests have them while the
+# others compute. The longest come first.
 REAL = {
     "test_flower_kill.py": "flower that is killed",
+    "test_flower_versions.py": "flower that is killed",
     "test_flower_real.py": "flower",
     "test_flower_lab.py": "flower",
-    "test_flower_proxy.py": "flower behind a proxy",
-    "test_flower_versions.py": "another flower",
+    "test_flower_proxy.py": "flower",
 }
 
 

@@ -96,7 +96,7 @@ def _differ(found: TableFit, mark: str) -> list[str]:
             if effects.rest is None:
                 continue
             share = effects.within / max(effects.within + effects.rest, np.finfo(float).tiny)
-            left = "of what one model for all leaves over is due to differences between clients, the rest is noise"
+            left = "of the error of one model for all is due to differences between clients, the rest is noise"
             return [f"{mark}Clients differ:{mark} {share:.0%} {left}."]
     return []
 

@@ -59,8 +59,8 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         average: "model" (option II: the mean of locally trained models) or "gradient" (option I).
         normalise: Option I divides the summed gradients by the cluster's own weight ("cluster") or by that of all m
             clients ("all", as printed). As printed the larger cluster takes the larger step and tends to win everybody.
-        init: The start: "tournament", "farthest_first", "random" (the paper's), "balanced", "random_groups", one of
-            their classes with settings of your own, or k state dicts. None takes the tournament, which finds groups
+        init: The start: "tournament", "farthest_first", "random" (the paper's), "balanced", "random_groups",
+            "moment_descent", one of their classes with settings of your own, or k state dicts. None takes the tournament, which finds groups
             where the others lose some, and costs some exchanges in which the server sees the models of up to 200
             clients; or with `shared`, farthest-first: its models are not trained for so long that their shared
             parameters no longer go together.
@@ -83,6 +83,10 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         >>> len(run.models), len(run.labels)
         (4, 16)
     """
+
+    # What is not here comes from the bases. Restarts: drawn, best, models, compares. Revival: revived and, from
+    # LocalTraining, the settings lr, tau, batch, fraction, weights and descend, step_size. Sharing: tied, apart,
+    # over_clusters. ServerStep: begin_server, advance, begun_again. Doubting: doubts and, from Choosing, place, assign.
 
     quick = {"init": Tournament(steps=4, bouts=1)}
 
@@ -133,7 +137,7 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         )
         report = Report(chosen.clients, sums.note["loss"][:, self.best(after)])
         revived = self.revived(after, sums, chosen)
-        new = (revived.empty != after.empty).flatten()
+        new = (revived.empty != after.empty).flatten()  # a cluster that is started again counts from 0
         moments = self.begun_again(after.moments, _in_line(revived.theta), new, cohort.task)
         return revived._replace(moments=moments), report
 
@@ -207,7 +211,7 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         """Whether identities have been still for long enough to send one model each."""
         if self.patience is None or state.still < self.patience or bool((state.labels < 0).any()):
             return False
-        return (state.still - self.patience) % self.recheck != self.recheck - 1
+        return (state.still - self.patience) % self.recheck != self.recheck - 1  # in the last of these all k are sent
 
     def _improve(self, state: State, sums: Sums, cohort: Cohort) -> tuple[Params, Any]:
         """Lines 14 and 15; an empty cluster keeps its model, shared parameters are averaged over everybody."""
