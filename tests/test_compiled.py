@@ -48,15 +48,29 @@ def test_a_convolution_as_a_product_is_the_same(settings, size, channels):
     assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_images_are_spared_a_gradient_that_nobody_asks_for():
+    x, weight = torch.randn(1, 3, 16, 16), torch.randn(4, 3, 8, 8, requires_grad=True)
+    with Products(), torch.profiler.profile(profile_memory=True) as seen:
+        torch.conv2d(x, weight, stride=8).sum().backward()
+    assert sum(max(0, event.self_cpu_memory_usage) for event in seen.events()) < 4 * 20 * x.numel()
+
+
+def test_channels_that_do_not_fit_are_refused():
+    with Products(), pytest.raises(RuntimeError, match="channels"):
+        torch.conv2d(torch.randn(2, 3, 4, 4), torch.randn(2, 5, 1, 1))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("channels", [4, 10])
-def test_a_product_can_be_differentiated_again(channels):
+def test_a_product_can_be_differentiated_again(channels, stride):
     """As where a loss takes a step of its own: the gradient of the weights depends on the images."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(2, channels, 5, 5, generator=g, dtype=torch.double, requires_grad=True)
     weight = torch.randn(3, channels, 3, 3, generator=g, dtype=torch.double, requires_grad=True)
 
     def twice():
-        first = torch.autograd.grad(torch.conv2d(x, weight, padding=1).square().sum(), weight, create_graph=True)[0]
+        found = torch.conv2d(x, weight, padding=1, stride=stride)
+        first = torch.autograd.grad(found.square().sum(), weight, create_graph=True)[0]
         return torch.autograd.grad(first.square().sum(), (x, weight))
 
     plain = twice()
@@ -170,9 +184,13 @@ def test_an_optimiser_that_is_no_dataclass_has_graphs_of_its_own(at_once):
             object.__setattr__(self, "factor", factor)
 
         def step(self, theta, gradient, moments, lr):
-            return super().step(theta, gradient, moments, lr * self.factor)
+            factor = self.factor if isinstance(self.factor, float) else self.factor["sum"].sum()
+            return super().step(theta, gradient, moments, lr * factor)
 
-    for method in (ct.FedAvg(tau=2, optimiser=Scaled(1.0)), ct.FedAvg(tau=2, optimiser=Scaled(3.0))):
+    long = torch.full((2000,), 1 / 2000)  # torch prints the ends of it
+    other = long.index_fill(0, torch.tensor(1000), 2.0)
+    factors = 1.0, 3.0, *({"sum": x} for x in (long, other))
+    for method in (ct.FedAvg(tau=2, optimiser=Scaled(factor)) for factor in factors):
         loop, graphs = (
             ct.fit(method, TASK, images(), rounds=1, device="cpu", executor=executor).models[0]
             for executor in ("sequential", "vectorised")
@@ -244,6 +262,12 @@ def test_the_fastest_way_is_taken_and_all_are_told():
     best, why = Told()._tried(ways, torch.arange(4))
     assert best == 2 and why.startswith("fast (3000.0 ms a client by vmap; 4000.0 slowly, 0 s to compile; 2000.0 fast")
     assert why.endswith("never it cannot be compiled: no room)")
+    late = {"late": iter(["fast"]).__next__}  # as where a recording finds no room
+
+    def recorded(at):
+        return late["late"]()
+
+    assert Told()._tried(ways._replace(compiled={"late": recorded, "fast": graphs["fast"]}), torch.arange(4))[0] == 2
     assert Told()._tried(ways._replace(compiled={"never": broken}), torch.arange(4))[0] == 0
 
 
@@ -282,6 +306,14 @@ def test_what_was_found_of_a_step_need_not_be_found_again(monkeypatch, at_once):
     del task, first, again
     gc.collect()
     assert not compiled.GRAPHS._found  # of tasks that are gone
+
+
+@pytest.mark.parametrize(("best", "kept"), [(1, 1), (0, 0)])
+def test_a_graph_that_works_is_remembered_although_another_does_not(monkeypatch, at_once, best, kept):
+    monkeypatch.setattr(chunks.Chunks, "_tried", lambda *args: (best, f"another: {chunks.FAILED}: no room"))
+    task = ct.Task.classifier(network())
+    ct.fit(ct.FedAvg(tau=2, batch=4), task, images().select([0, 3]), rounds=2, seed=0, device="cpu")
+    assert [len(found) for found in compiled.GRAPHS._found.values()] == [kept]
 
 
 def test_shapes_that_do_not_recur_are_not_compiled(at_once, monkeypatch):

@@ -43,12 +43,15 @@ def test_the_same_pixels_are_the_largest(settings, stacked, channels):
         assert torch.allclose(own, plain, equal_nan=True, rtol=0, atol=0 if function is pooled else 1e-6)
 
 
-def test_single_images_and_indices_are_as_ever():
-    x = torch.randn(2, 4, 4)
+def test_single_images_indices_and_images_of_few_channels_are_as_ever():
+    x = torch.randn(8, 4, 4)
+    single, (values, at) = functional.max_pool2d(x, 2), nn.MaxPool2d(2, return_indices=True)(x[None])
     with ChannelsLast():
-        assert torch.equal(functional.max_pool2d(x, 2), nn.MaxPool2d(2)(x[None])[0])
-        values, at = nn.MaxPool2d(2, return_indices=True)(x[None])
-    assert values.shape == at.shape == (1, 2, 2, 2)
+        assert torch.equal(functional.max_pool2d(x, 2), single)
+        found = nn.MaxPool2d(2, return_indices=True)(x[None])
+        few = functional.max_pool2d(x[None, :7].to(memory_format=torch.channels_last), 2)
+    assert torch.equal(found[0], values) and torch.equal(found[1], at)
+    assert few.is_contiguous(memory_format=torch.channels_last)  # as torch returned it
 
 
 class Viewing(nn.Module):

@@ -171,7 +171,7 @@ class Chunks:
                 if self._spent.get(label, 0.0) < PATIENCE:
                     return lambda at: self._timed(label, ways.together, at)
                 ledger.chunks[label], why = self._tried(ways, at)
-                if FAILED not in why:  # for want of memory, say, which another run may have
+                if ledger.chunks[label] or FAILED not in why:  # for want of memory, say, which another run may have
                     found[label] = ledger.chunks[label], why
             else:
                 ledger.chunks[label], why = found[label]
@@ -202,10 +202,10 @@ class Chunks:
         begin = time.perf_counter()
         try:
             work(chunk)
+            took = time.perf_counter() - begin
+            seconds = min(self._seconds(work, chunk) for _ in range(TRIES))
         except Exception as error:  # there is no compiler, or not enough memory, or it fails: nothing depends on it
             return math.inf, f"{name} {FAILED}: {_first_line(error)}"
-        took = time.perf_counter() - begin
-        seconds = min(self._seconds(work, chunk) for _ in range(TRIES))
         return seconds, f"{1e3 * seconds:.1f} {name}, {took:.0f} s to compile"
 
     def _seconds(self, work: Work, at: Tensor) -> float:

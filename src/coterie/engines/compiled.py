@@ -32,6 +32,7 @@ from coterie.core.precision import Precision, shortened, whole_convolutions
 from coterie.core.task import Task
 
 KEPT = 32  # graphs at most
+_PLAIN = (bool, int, float, str, type(None))
 ALIGNED = 8  # numbers of which a GPU wants rows to have a multiple, in any precision
 FEW = 8  # channels up to which a grouped convolution is slower than a product: a GPU multiplies so many at a time
 
@@ -44,7 +45,7 @@ class Compiled:
     """What clients that vmap has stacked compute; graphs are kept by task, precision and shapes, the last `KEPT`."""
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[Any, tuple[Function, TreeSpec]] = OrderedDict()
+        self._graphs: OrderedDict[Any, tuple[Function, TreeSpec, Any]] = OrderedDict()
         self._found: dict[Any, Found] = {}
 
     def found(self, task: Task, *step: Any) -> Found:
@@ -78,11 +79,11 @@ class Compiled:
         key = id(call.task), *of, str(call.spec), call.at, call.dims, shapes
         if key in self._graphs:
             self._graphs.move_to_end(key)
-            graph, end = self._graphs[key]
+            graph, end, _ = self._graphs[key]
             call.ends.append(end)
             return tuple(graph(*args))
         graph = compiled(make_fx(call.stacked())(*args))
-        self._graphs[key] = graph, call.ends[-1]
+        self._graphs[key] = graph, call.ends[-1], call.function  # which keeps what the key knows by its id
         weakref.finalize(call.task, self._graphs.pop, key, None).atexit = False  # another task may get its id
         while len(self._graphs) > KEPT:
             self._graphs.popitem(last=False)
@@ -173,8 +174,13 @@ def _told_apart(function: Callable[..., Any]) -> Any:
     """What graphs of a function are kept by: of a step, all that its optimiser holds, declared as a setting or not."""
     if not isinstance(function, LocalStep):
         return function
-    optimiser = function.optimiser
-    return function.prox, function.clip, function.ragged, type(optimiser), repr(vars(optimiser))
+    held = tuple((name, repr(x) if _is_plain(x) else id(x)) for name, x in vars(function.optimiser).items())
+    return function.prox, function.clip, function.ragged, type(function.optimiser), held
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its repr tells all of it, which that of a tensor does not."""
+    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, _PLAIN)
 
 
 # --- convolutions as products ----------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor, None]:
         (gradient,), window, (x, rows, weight) = gradients, ctx.window, ctx.saved_tensors
         out, channels, *_ = weight.shape
         at_rows = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(x.dtype)
@@ -260,6 +266,8 @@ class _Convolution(torch.autograd.Function):
         at_weight = (rows.mT @ at_rows).sum(0)[: weight[0].numel()]
         at_weight = at_weight.reshape(*window.kernel, channels, out).permute(3, 2, 0, 1)
         at_weight = at_weight.clone(memory_format=torch.contiguous_format)  # a graph is of one order in memory
+        if not ctx.needs_input_grad[0]:  # they are clients' images, and their gradient would take much memory
+            return None, None, at_weight.to(weight.dtype), None
         apart = _apart(gradient, window.stride)
         turned, back = weight.flip(2, 3).transpose(0, 1), window.backwards(x.shape[2:], gradient.shape[2:])
         at_x = _product(_rows(apart, back), turned, back.places(apart.shape[2:]))
@@ -303,7 +311,7 @@ def _convolved(
     groups: int = 1,
 ) -> Tensor | None:
     """`conv2d` of rows (n, c, h, w), with channels last in memory; None for what is left to torch."""
-    if groups != 1 or input.dim() != 4 or input.shape[1] > channels:
+    if groups != 1 or input.dim() != 4 or input.shape[1] > channels or input.shape[1] != weight.shape[1]:
         return None
     input, weight = shortened(input), shortened(weight)  # before pixels are copied, which are many more
     window = _Window((weight.shape[2], weight.shape[3]), _pair(stride), _pair(dilation), (0, 0, 0, 0))

@@ -60,10 +60,10 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         normalise: Option I divides the summed gradients by the cluster's own weight ("cluster") or by that of all m
             clients ("all", as printed). As printed the larger cluster takes the larger step and tends to win everybody.
         init: The start: "tournament", "farthest_first", "random" (the paper's), "balanced", "random_groups",
-            "moment_descent", one of their classes with settings of your own, or k state dicts. None takes the tournament, which finds groups
-            where the others lose some, and costs some exchanges in which the server sees the models of up to 200
-            clients; or with `shared`, farthest-first: its models are not trained for so long that their shared
-            parameters no longer go together.
+            "moment_descent", one of their classes with settings of your own, or k state dicts. None takes the
+            tournament, which finds groups where the others lose some, and costs some exchanges in which the server
+            sees the models of up to 200 clients; or with `shared`, farthest-first: its models are not trained for so
+            long that their shared parameters no longer go together.
         restarts: Starts that are run side by side; the best by held-out loss is kept.
         holdout: Share of each client's rows that is kept out of the rounds' training to compare restarts (only if
             restarts > 1; 0 compares by training loss). Starts that train, such as farthest-first, use all rows, but the

@@ -321,11 +321,14 @@ def _loop(work: Workload, device: torch.device) -> Timing:
 
 
 def _in_turn(work: Workload, device: torch.device, found: dict[str, Timing]) -> dict[str, Timing]:
-    """The loop and the default executor, timed once more by rounds of one and the other in turn.
+    """The loop and the executors for many clients, timed once more, by a round of each in turn.
 
-    Whatever else a machine does slows both down then; of rounds that lie minutes apart it may slow one.
+    Whatever else a machine does slows all of them down then; of rounds that lie minutes apart it may slow one.
     """
-    ways = {"loop": _loop_round(work, device), "vectorised": _round(work, "vectorised", device, "float32")}
+    ways = {"loop": _loop_round(work, device)}
+    ways |= {name: _round(work, name, device, "float32") for name in ("vmap", "vectorised")}
+    if work.frozen:
+        ways["vectorised, no features"] = _round(replace(work, features=False), "vectorised", device, "float32")
     rounds = [[_timed(run, device) for run in ways.values()] for _ in range(WARM + ROUNDS)]
     seconds = map(statistics.median, zip(*rounds[WARM:], strict=True))
     return {name: found[name]._replace(seconds=each) for name, each in zip(ways, seconds, strict=True)}
