@@ -12,8 +12,8 @@ import coterie as ct
 from coterie.runs import choosing, side_by_side
 from coterie.runs.candidates import Simplicity
 from coterie.runs.comparison import Cell, ChosenK, Comparison, Figure
-from coterie.runs.evaluate import Scores
 from coterie.runs.hurt import Hurt
+from coterie.runs.scores import Scores
 from coterie.runs.splitting import split
 from coterie.storage.packed import Packed
 

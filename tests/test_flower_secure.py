@@ -37,8 +37,9 @@ from coterie.flower.secure import get_payload, put_payload
 from coterie.flower.secure_engine import SecureFlower
 from coterie.flower.server_app import Settings, serve
 from coterie.privacy.bounded import Bounded
-from coterie.runs.evaluate import Scorer, SummedScores, evaluate
+from coterie.runs.evaluate import Scorer, evaluate
 from coterie.runs.fit import fit_on
+from coterie.runs.scores import SummedScores
 from coterie.secure.client import Client
 from coterie.secure.engine import Code
 from coterie.secure.messages import EXCHANGES, Count, Terms, TooFewLeft

@@ -14,7 +14,7 @@ import torch
 
 import coterie as ct
 from coterie.runs import folder as record
-from coterie.runs.evaluate import Scores
+from coterie.runs.scores import Scores
 from coterie.storage import snapshot
 from coterie.storage.reading import read_tensors
 

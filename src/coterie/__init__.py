@@ -39,11 +39,11 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, names
     from coterie.runs.choosing import choose_k, compare
     from coterie.runs.comparison import ChosenK, Comparison
     from coterie.runs.diagnosis import Diagnosis, diagnose
-    from coterie.runs.evaluate import Scores
     from coterie.runs.fit import fit
     from coterie.runs.freezing import freeze
     from coterie.runs.load import load
     from coterie.runs.run import Diverged, Run
+    from coterie.runs.scores import Scores
     from coterie.secure import SecureSum
 
 from coterie.core import moved
@@ -63,7 +63,7 @@ _HOMES = {
     "runs.choosing": ("choose_k", "compare"),
     "runs.comparison": ("ChosenK", "Comparison"),
     "runs.diagnosis": ("Diagnosis", "diagnose"),
-    "runs.evaluate": ("Scores",),
+    "runs.scores": ("Scores",),
     "runs.fit": ("fit",),
     "runs.freezing": ("freeze",),
     "runs.load": ("load",),

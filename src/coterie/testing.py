@@ -26,7 +26,7 @@ from coterie.core.federation import Federation
 from coterie.core.key import Key
 from coterie.core.membership import Membership
 from coterie.core.method import Groups, Method
-from coterie.core.pytree import leaves, tree_map
+from coterie.core.pytree import leaves, stacked, tree_map
 from coterie.core.registry import named
 from coterie.core.settings import validate
 from coterie.core.task import Data, Task
@@ -201,7 +201,7 @@ def _shapes(method: Method, problem: Problem) -> None:
     cohort = _cohort(problem)
     state, report = run_rounds(method, cohort, 1)
     m, models, labels = len(cohort), method.models(state), method.labels(state)
-    k = len(next(iter(models.values())))
+    k = stacked(models)
     assert hasattr(state, "_fields"), "a state is a NamedTuple"
     assert all(len(x) == k for x in models.values()), "models lead with an axis of clusters"
     assert labels.shape == (m,) and not labels.is_floating_point(), f"labels {tuple(labels.shape)} for {m} clients"

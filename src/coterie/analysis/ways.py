@@ -13,10 +13,10 @@ from coterie.core.task import Task
 from coterie.methods.local_only import LocalOnly
 from coterie.runs.candidates import ALL, ALONE, EFFECTS, GROUPS, PERSONAL, Simplicity
 from coterie.runs.comparison import Comparison, Figure
-from coterie.runs.evaluate import Scores
 from coterie.runs.fit import fit
 from coterie.runs.hurt import Hurt
 from coterie.runs.run import Run
+from coterie.runs.scores import Scores
 
 SURE = math.log(19.0)  # of the odds: a client with less for its group than 95 % is not sure
 

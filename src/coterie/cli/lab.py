@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli import flower
+from coterie.cli import bench_tables, flower
 from coterie.cli import show as display
 from coterie.cli.files import write_json
 from coterie.cli.options import Device, Json
 from coterie.engines import find_device
-from coterie.runs import plots
 
 
 def lab(name: str) -> Any:
@@ -67,7 +66,7 @@ def speed(
         works = dict.fromkeys(row["workload"] for row in [*before, *rows])  # in their old order
         timed = {row["workload"] for row in rows}
         write_json(file, [row for w in works for row in (rows if w in timed else before) if row["workload"] == w])
-    display.emit(rows, as_json, lambda: display.speeds(rows))
+    display.emit(rows, as_json, lambda: bench_tables.speeds(rows))
 
 
 @bench.command()
@@ -80,8 +79,8 @@ def scale(
     rows, slope = lab("bench.scale").measure(quick=quick), lab("bench.scale").slope
     if out:
         write_json(out / "scale.json", rows)
-        plots.scale(out / "scale.png", rows, slope(rows))
-    display.emit(rows, as_json, lambda: display.scales(rows, slope(rows)))
+        lab("bench.pictures").scale(out / "scale.png", rows, slope(rows))
+    display.emit(rows, as_json, lambda: bench_tables.scales(rows, slope(rows)))
 
 
 @bench.command()
@@ -94,7 +93,7 @@ def secure(
     rows = lab("bench.secure").measure(quick=quick)
     if out:
         write_json(out / "secure.json", rows)
-    display.emit(rows, as_json, lambda: display.sessions(rows))
+    display.emit(rows, as_json, lambda: bench_tables.sessions(rows))
 
 
 @bench.command()
@@ -107,8 +106,8 @@ def attacks(
     rows = lab("bench.attacks").measure(quick=quick)
     if out:
         write_json(out / "attacks.json", rows)
-        plots.attacks(out / "attacks.png", rows)
-    display.emit(rows, as_json, lambda: display.attacks(rows))
+        lab("bench.pictures").attacks(out / "attacks.png", rows)
+    display.emit(rows, as_json, lambda: bench_tables.attacks(rows))
 
 
 @bench.command(name="flower")
@@ -122,5 +121,5 @@ def bench_flower(
     rows = lab("bench.flower").measure(quick=quick)
     if out:
         write_json(out / "flower.json", rows)
-        plots.federations(out / "flower.png", rows)
-    display.emit(rows, as_json, lambda: display.federations(rows))
+        lab("bench.pictures").federations(out / "flower.png", rows)
+    display.emit(rows, as_json, lambda: bench_tables.federations(rows))

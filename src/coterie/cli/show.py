@@ -114,7 +114,7 @@ def _page(view: View) -> Column:
 
 def _rounds(history: list[dict[str, Any]], metric: str) -> Table:
     """List about eight rounds, evenly spaced, with the last."""
-    rounds = _table(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
+    rounds = table_of(">round", ">loss", f">{metric}", ">changed", "members", ">down", ">up", ">s")
     scored = [r for r in history if r.get(metric) is not None]
     shown = scored if len(scored) >= 8 else history
     step = max(1, len(shown) // 8)
@@ -142,7 +142,7 @@ def compare(groups: list[Group]) -> None:
         groups: The groups.
     """
     for metric in dict.fromkeys(group.metric for group in groups):
-        table = _table("method", "settings", ">seeds", f">{metric}", ">ARI", ">found", ">s", ">up")
+        table = table_of("method", "settings", ">seeds", f">{metric}", ">ARI", ">found", ">s", ">up")
         table.columns[0].no_wrap = True
         for group in (group for group in groups if group.metric == metric):
             clusters, seconds, up = (group.spread(figure) for figure in ("found", "seconds", "bytes_up"))
@@ -163,7 +163,7 @@ def _clusters(view: View) -> Table:
 
 def _counted(view: View) -> Table:
     """List every cluster with its size in the last round: who its members are is not known yet, or a secret."""
-    table = _table("cluster", ">members", f">{view.metric}")
+    table = table_of("cluster", ">members", f">{view.metric}")
     for j, n in view.sizes.items():
         score = view.per_cluster.get(j)  # missing if nobody was scored yet, or the cluster is too small to be opened
         table.add_row(str(j), str(n), "" if score is None else f"{score:.4f}")
@@ -175,7 +175,7 @@ def _clients(result: dict[str, Any]) -> Table:
     found = sorted(set(result["labels"]))
     more = f" (the first 40 of {len(found)})" if len(found) > 40 else ""
     known = ["true groups"] if result["groups"] else []
-    table = _table(f"cluster{more}", ">clients", f">{result['metric']}", *known)
+    table = table_of(f"cluster{more}", ">clients", f">{result['metric']}", *known)
     for j in found[:40]:
         members = [i for i, label in enumerate(result["labels"]) if label == j]
         true = Counter(result["groups"][i] for i in members).most_common(4) if result["groups"] else []
@@ -187,7 +187,7 @@ def _clients(result: dict[str, Any]) -> Table:
 
 def _points(counts: list[list[int]]) -> Table:
     """List every cluster with its number of points, and how many of them belong to each true cluster."""
-    table = _table("cluster", ">points", "true clusters")
+    table = table_of("cluster", ">points", "true clusters")
     for j, row in enumerate(counts):
         true = ", ".join(f"{g} ({n})" for g, n in Counter(dict(enumerate(row))).most_common(4) if n)
         table.add_row(str(j), str(sum(row)), true)
@@ -203,9 +203,9 @@ def demo(rows: list[dict[str, Any]], out: Path) -> None:
     """
     names = {"global": "one model for all (FedAvg)", "local": "one model each", "ifca": "one model per group (IFCA)"}
     console.print("80 clients, 4 hidden groups", style="bold")
-    table = _table("", ">accuracy", ">ARI", ">sent down", ">sent up", ">seconds")
+    table = table_of("", ">accuracy", ">ARI", ">sent down", ">sent up", ">seconds")
     for r in rows:
-        cells = (f"{r['accuracy']:.3f}", _number(r["ari"]), in_bytes(r["bytes_down"]), in_bytes(r["bytes_up"]))
+        cells = (f"{r['accuracy']:.3f}", in_digits(r["ari"]), in_bytes(r["bytes_down"]), in_bytes(r["bytes_up"]))
         table.add_row(
             names[r["method"]], *cells, f"{r['seconds']:.1f}", style="bold" if r["method"] == "ifca" else None
         )
@@ -224,14 +224,14 @@ def assigned(found: list[dict[str, Any]]) -> None:
         console.print(_assigned_points(found))
         return
     cluster = "group" if "group" in found[0] else "cluster"
-    table = _table("client", ">rows", f">{cluster}")
+    table = table_of("client", ">rows", f">{cluster}")
     for row in found:
         table.add_row(_text(row["client"]), str(row["rows"]), str(row[cluster]))
     console.print(table)
 
 
 def _assigned_points(found: list[dict[str, Any]]) -> Table:
-    table = _table("cluster", ">points", "clients")
+    table = table_of("cluster", ">points", "clients")
     for j in sorted({row["cluster"] for row in found}):
         clients = Counter(row["client"] for row in found if row["cluster"] == j)
         more = f" and {len(clients) - 4} more" if len(clients) > 4 else ""
@@ -261,93 +261,14 @@ def experiment(result: dict[str, Any]) -> None:
     if common := [f"{n} {rows[0][n]}" for n in same if rows[0][n] is not None]:
         console.print("in all rows: " + ", ".join(common), style="dim")
     columns = [n for n in rows[0] if n not in same]
-    table = _table(*[n if isinstance(rows[0][n], str) else f">{n}" for n in columns])
+    table = table_of(*[n if isinstance(rows[0][n], str) else f">{n}" for n in columns])
     for row in rows:
         cells = [row[n] for n in columns]
-        table.add_row(*[_number(v) if isinstance(v, float) or v is None else str(v) for v in cells])
+        table.add_row(*[in_digits(v) if isinstance(v, float) or v is None else str(v) for v in cells])
     console.print(table)
     console.print(
         f"{result['seconds']:.0f} s on {result['device']}, commit {result['commit']}; written to {result['path']}"
     )
-
-
-def speeds(rows: list[dict[str, Any]]) -> None:
-    """Print the speed benchmark: a table per workload, with one row per executor or library.
-
-    Args:
-        rows: The measurements.
-    """
-    for work in dict.fromkeys(r["workload"] for r in rows):
-        console.print(f"\n{work}", style="bold")
-        table = _table(
-            "way", ">seconds", ">times the loop", ">floors", ">peak MiB", ">rel. difference", ">other labels"
-        )
-        for r in (r for r in rows if r["workload"] == work):
-            peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-            gap = "" if r["max_rel_diff"] is None else f"{r['max_rel_diff']:.0e}"
-            ratios = f"{r['loop_ratio']:.1f}", f"{r['floor_ratio']:.1f}"
-            labels = "" if r["other_labels"] is None else str(r["other_labels"])
-            table.add_row(r["way"], f"{r['seconds']:.4f}", *ratios, peak, gap, labels)
-        console.print(table)
-
-
-def scales(rows: list[dict[str, Any]], slope: float) -> None:
-    """Print the time and memory of a round, one row per number of clients.
-
-    Args:
-        rows: The measurements.
-        slope: The power of the number of clients with which the time grows.
-    """
-    table = _table(">clients", ">seconds", ">mixed effects", ">peak MiB", ">file MiB", ">s to write", ">ARI")
-    for r in rows:
-        peak = "" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-        seconds = f"{r['seconds']:.4f}", f"{r['effects_seconds']:.4f}"
-        files = f"{r['file_mib']:.1f}", f"{r['write_seconds']:.2f}"
-        table.add_row(f"{r['clients']:,}", *seconds, peak, *files, _number(r["ari"]))
-    console.print(table)
-    console.print(f"from 1,000 clients on, seconds grow with the number of clients to the power {slope:.2f}")
-
-
-def sessions(rows: list[dict[str, Any]]) -> None:
-    """Print the time and bytes of sessions of the secure sum, one row per size.
-
-    Args:
-        rows: The measurements.
-    """
-    table = _table(">clients", ">numbers per slot", ">seconds", ">kB up", ">kB down", ">kB in the open")
-    for r in rows:
-        sent = (f"{r[kind]:.0f}" for kind in ("up_kb", "down_kb", "open_kb"))
-        table.add_row(f"{r['clients']}", f"{r['numbers']:,}", f"{r['seconds']:.2f}", *sent)
-    console.print(table)
-
-
-def federations(rows: list[dict[str, Any]]) -> None:
-    """Print the time and bytes of a round of a real federation, one row per number of nodes.
-
-    Args:
-        rows: The measurements.
-    """
-    table = _table(">nodes", "resident workers", ">s/round", ">slowest", ">counted", ">on the wire", ">more")
-    for r in rows:
-        more = f"{100 * (r['wire_bytes'] / r['counted_bytes'] - 1):.1f} %"
-        seconds = f"{r['seconds']:.2f}", f"{r['slowest']:.2f}"
-        sizes = in_bytes(r["counted_bytes"]), in_bytes(r["wire_bytes"])
-        table.add_row(str(r["nodes"]), "yes" if r["workers"] else "no", *seconds, *sizes, more)
-    console.print(table)
-
-
-def attacks(rows: list[dict[str, Any]]) -> None:
-    """Print the accuracy of honest clients, one line per attack and share of hostile clients, one column per rule.
-
-    Args:
-        rows: The measurements.
-    """
-    rules = list(dict.fromkeys(r["rule"] for r in rows))
-    table = _table("attack", ">hostile", *(f">{rule}" for rule in rules))
-    for attack, share in dict.fromkeys((r["attack"], r["hostile"]) for r in rows):
-        found = {r["rule"]: r["accuracy"] for r in rows if (r["attack"], r["hostile"]) == (attack, share)}
-        table.add_row(attack, f"{100 * share:.0f} %", *(f"{found[rule]:.3f}" for rule in rules))
-    console.print(table)
 
 
 def tables(found: dict[str, dict[str, str]]) -> None:
@@ -357,13 +278,18 @@ def tables(found: dict[str, dict[str, str]]) -> None:
         found: The descriptions by kind and name.
     """
     for kind, entries in found.items():
-        table = _table(kind, "")
+        table = table_of(kind, "")
         for name, line in entries.items():
             table.add_row(name, line)
         console.print(table)
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
+    """An empty table with these columns; one that begins with ">" is for numbers.
+
+    Args:
+        columns: Their names.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         if name.startswith(">"):  # a number is not wrapped
@@ -402,5 +328,10 @@ def _spread(spread: Spread | None, digits: int) -> str:
     return f"{spread.mean:.{digits}f}" + ("" if spread.sd is None else f" ± {spread.sd:.{digits}f}")
 
 
-def _number(value: float | None) -> str:
+def in_digits(value: float | None) -> str:
+    """A number with three digits; nothing where there is none.
+
+    Args:
+        value: The number.
+    """
     return "" if value is None else f"{value:.3f}"

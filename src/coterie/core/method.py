@@ -15,7 +15,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import each_nearest, membership
 from coterie.core.model_tree import ModelTree
-from coterie.core.pytree import Params
+from coterie.core.pytree import Params, stacked
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.task import Data, Task
@@ -168,7 +168,7 @@ class Method(ABC):
     def members(self, state: Any) -> Tensor:
         """How many clients each cluster has, as the server knows it (k,)."""
         known = self.labels(state)
-        clusters = len(next(iter(self.models(state).values())))
+        clusters = stacked(self.models(state))
         return torch.bincount(known[known >= 0], minlength=clusters)
 
     def changed(self, before: Any, after: Any) -> int:
@@ -183,7 +183,7 @@ class Method(ABC):
     def served(self, state: Any) -> Served:
         """What clients are sent to be served with: the model of their cluster."""
         models = self.models(state)
-        return Served(Models(models, label=torch.arange(len(next(iter(models.values()))))))
+        return Served(Models(models, label=torch.arange(stacked(models))))
 
     def own_model(self) -> Step | None:
         """The step by which a client makes a model of its own from what `served` sends, on its training rows.

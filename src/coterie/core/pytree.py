@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as torchs
 
 __all__ = [
-    "Outer", "Params", "all_on", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack", "take",
-    "to_device", "to_server", "tree_map", "unflat",
+    "Outer", "Params", "all_on", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack",
+    "stacked", "take", "to_device", "to_server", "tree_map", "unflat",
 ]  # fmt: skip
 
 Params = dict[str, Tensor]
@@ -104,6 +104,16 @@ def stack(trees: Sequence[Any]) -> Any:
         torch.Size([2, 3])
     """
     return tree_map(lambda *xs: torch.stack(xs), *trees)
+
+
+def stacked(models: Params) -> int:
+    """How many models are stacked along the first axis.
+
+    Example:
+        >>> stacked({"weight": torch.zeros(4, 2, 3), "bias": torch.zeros(4, 2)})
+        4
+    """
+    return len(next(iter(models.values())))
 
 
 def take(tree: Any, index: int | Tensor) -> Any:

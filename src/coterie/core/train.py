@@ -181,7 +181,7 @@ class Gradient:
     """
 
     batch: int | None = None
-    tau: int = 1
+    tau = 1
     plain = True
     optimiser = PLAIN
 
@@ -369,16 +369,6 @@ class Train:
 def weight_of(data: Data, weights: Weights) -> Tensor:
     """How heavily a client counts in a mean."""
     return data.mask.sum() if weights == "size" else torch.ones((), device=data.mask.device)
-
-
-def choose_nearest(task: Task) -> ClientStep:
-    """A client step: which of the models sent (k, …) has the lowest loss on the client's rows, and how low it is."""
-
-    def run(theta: Params, local: Local) -> Reply:
-        j, loss = nearest(task, theta, local.data, personal_of(local.memory))
-        return Reply(slot=j, note={"loss": loss})
-
-    return ClientStep(run)
 
 
 def _each_start(function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from coterie.core.features import is_linear, require_linear
 from coterie.core.key import Key
 from coterie.core.local import nearest
 from coterie.core.method import Coefficient, Groups, Report
-from coterie.core.pytree import Params, flat, take, tree_map, unflat
+from coterie.core.pytree import Params, flat, stacked, take, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
@@ -229,7 +229,7 @@ class FedX(LeastSquares, Choosing):
 
     def adopt(self, state: State, groups: Groups, task: Task) -> tuple[FedX, State]:
         """Models and labels are replaced; what is kept of samples of the clients, if their clusters are."""
-        known, k = groups.labels[groups.labels >= 0], len(next(iter(groups.models.values())))
+        known, k = groups.labels[groups.labels >= 0], stacked(groups.models)
         return replace(self, k=k), state._replace(
             theta=groups.models,
             labels=groups.labels,

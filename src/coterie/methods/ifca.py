@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.method import Groups, Report
-from coterie.core.pytree import Params, tree_map
+from coterie.core.pytree import Params, stacked, tree_map
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import client_step
@@ -177,7 +177,7 @@ class IFCA(Restarts, Revival, Sharing, ServerStep, Doubting):
         """The best start alone goes on; the server's optimiser begins anew."""
         if self.resample is not None:
             raise ValueError("update: IFCA with resample uses every row once, and cannot go on")
-        k, best = len(next(iter(groups.models.values()))), self.best(state)
+        k, best = stacked(groups.models), self.best(state)
         method, labels = replace(self, k=k, restarts=1), groups.labels[None]
         theta = method.tied(tree_map(lambda x: x[None], groups.models))
         return method, State(

@@ -13,7 +13,7 @@ from coterie.core.features import require_linear
 from coterie.core.key import Key
 from coterie.core.local import mean_loss, nearest
 from coterie.core.method import Method, Needs, Report
-from coterie.core.pytree import Params, flat, put_rows, tree_map, unflat
+from coterie.core.pytree import Params, flat, put_rows, stacked, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Data, Task
@@ -103,7 +103,7 @@ class LocalOnly(LocalTraining, Method):
 
     def labels(self, state: State) -> Tensor:
         """Every client is a cluster of its own."""
-        return torch.arange(len(next(iter(state.theta.values()))))
+        return torch.arange(stacked(state.theta))
 
     def place(self, state: State, cohort: Cohort) -> Tensor:
         """Every client is a cluster of its own."""

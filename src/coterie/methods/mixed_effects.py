@@ -24,7 +24,7 @@ from coterie.core.cohort import Cohort
 from coterie.core.features import is_generalised_linear, is_linear
 from coterie.core.key import Key
 from coterie.core.method import Coefficient, Groups, Method, Needs, Report, Served
-from coterie.core.pytree import Outer, Params, exact, flat, take, tree_map, unflat
+from coterie.core.pytree import Outer, Params, exact, flat, stacked, take, tree_map, unflat
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, Step, client_step
@@ -289,7 +289,7 @@ class MixedEffects(Method):
 
     def adopt(self, state: State, groups: Groups, task: Task) -> tuple[MixedEffects, State]:
         """The best fit alone goes on, with these centres."""
-        placed, k = groups.labels[groups.labels >= 0], len(next(iter(groups.models.values())))
+        placed, k = groups.labels[groups.labels >= 0], stacked(groups.models)
         members = torch.bincount(placed, minlength=k)
         mixture = centred(self.fitted(state), state.frame, flat(groups.models), members, tied=self.tied)
         unknown = torch.full((1,), -torch.inf, dtype=torch.float64)

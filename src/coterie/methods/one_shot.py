@@ -25,7 +25,7 @@ from torch import Tensor
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.method import Groups, Needs, Report
-from coterie.core.pytree import Params, exact, leaves, put_rows, take, tree_map
+from coterie.core.pytree import Params, exact, leaves, put_rows, stacked, take, tree_map
 from coterie.core.registry import register
 from coterie.core.settings import setting
 from coterie.core.step import ClientStep, Local, Reply, client_step
@@ -116,7 +116,7 @@ class OneShot(LocalTraining, ServerStep, Doubting):
         state, chosen = self._placed(state, cohort.sample(self.fraction))
         if not len(chosen):  # all participants are yet to be placed
             return state._replace(round=state.round + 1), Report(chosen.clients, torch.zeros(0))
-        k = _count(state.theta)
+        k = stacked(state.theta)
         sent = Models(state.theta, self.step_size(state.round), label=torch.arange(k))
         sums = chosen.combine(self.step, sent, slots=k, rows=state.labels[chosen.clients])  # lines 7-9
         mean = slot_mean(sums, otherwise=state.theta)  # line 10
@@ -172,7 +172,7 @@ class OneShot(LocalTraining, ServerStep, Doubting):
 
     def adopt(self, state: State, groups: Groups, task: Task) -> tuple[OneShot, State]:
         """Models and labels are replaced; the server's optimiser begins anew."""
-        method = self if self.k is None else replace(self, k=_count(groups.models))
+        method = self if self.k is None else replace(self, k=stacked(groups.models))
         moments = self.begin_server(groups.models, task)
         return method, state._replace(theta=groups.models, labels=groups.labels, moments=moments)
 
@@ -293,7 +293,3 @@ def k_means(points: Tensor, k: int, key: Key) -> Tensor:
     starts = torch.cat([seeded(points, mask, uniform), farthest(points, mask, k)[None]])
     found = lloyd(points, mask, starts, LLOYD)
     return nearest_centres(points, found[spread(points, mask, found).argmin()][None])[0]
-
-
-def _count(theta: Params) -> int:
-    return len(next(iter(theta.values())))

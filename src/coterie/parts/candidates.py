@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
 from coterie.core.local import each_model
-from coterie.core.pytree import Params, take, to_server, tree_map
+from coterie.core.pytree import Params, stacked, take, to_server, tree_map
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Task
 from coterie.parts.closed_form import ClosedForm
@@ -144,5 +144,5 @@ def draw_held_out(n: int, key: Key, when: tuple[int, ...]) -> dict[str, Any]:
 
 def for_each_candidate(own: Tensor, theta: Params) -> Tensor:
     """The members of all models of `theta` (r·c·k, n), of which every restart has c candidates, from own (r, k, n)."""
-    candidates = len(next(iter(theta.values()))) // (own.shape[0] * own.shape[1])
+    candidates = stacked(theta) // (own.shape[0] * own.shape[1])
     return own[:, None].expand(-1, candidates, -1, -1).flatten(0, 2)

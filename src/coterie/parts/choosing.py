@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.local import nearest
+from coterie.core.local import model_losses, nearest, personal_of
 from coterie.core.method import Method
-from coterie.core.step import ClientStep, Step, client_step
+from coterie.core.pytree import Params, stacked
+from coterie.core.step import ClientStep, Local, Reply, Step, client_step
 from coterie.core.task import Data, Task
-from coterie.core.train import choose_nearest
 
 
 class Choosing(Method):
@@ -30,7 +30,7 @@ class Choosing(Method):
     def place(self, state: Any, cohort: Cohort) -> Tensor:
         """The model with the lowest loss, for every client of the cohort."""
         models = self.models(state)
-        return cohort.gather(self.choose, models, slots=len(next(iter(models.values())))).slot
+        return cohort.gather(self.choose, models, slots=stacked(models)).slot
 
     def place_new(self, state: Any, newcomers: Cohort) -> Tensor:
         """The clusters of clients that join; -1 where nobody has a label yet, or nobody's is known to the server."""
@@ -41,6 +41,25 @@ class Choosing(Method):
     def assign(self, state: Any, task: Task, data: Data) -> int:
         """The model with the lowest loss, for a client that may have taken no part in training."""
         return int(nearest(task, self.models(state), data)[0])
+
+
+def choose_nearest(task: Task) -> ClientStep:
+    """A client step: which of the models sent (k, …) has the lowest loss on the client's rows, and how low it is."""
+
+    def run(theta: Params, local: Local) -> Reply:
+        j, loss = nearest(task, theta, local.data, personal_of(local.memory))
+        return Reply(slot=j, note={"loss": loss})
+
+    return ClientStep(run)
+
+
+def try_all(task: Task) -> ClientStep:
+    """A client step: the loss of each of the models sent (k, …) on the client's rows."""
+
+    def run(theta: Params, local: Local) -> Reply:
+        return Reply(note={"losses": model_losses(task, theta, local.data, personal_of(local.memory))})
+
+    return ClientStep(run)
 
 
 def counted(labels: Tensor, k: int) -> Tensor:

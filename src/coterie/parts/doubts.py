@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from coterie.core.cohort import Cohort
-from coterie.core.local import model_losses, personal_of
-from coterie.core.pytree import Params, tree_map
-from coterie.core.step import ClientStep, Local, Reply, client_step
+from coterie.core.pytree import stacked, tree_map
+from coterie.core.step import ClientStep, client_step
 from coterie.core.task import Task
-from coterie.parts.choosing import Choosing
+from coterie.parts.choosing import Choosing, try_all
 from coterie.parts.kmeans import linked
 
 FEW = 0.1  # of the rows that a cluster would have if all had as many
@@ -27,7 +26,7 @@ class Doubting(Choosing):
     def doubts(self, state: Any, cohort: Cohort) -> Iterator[str]:
         """Clusters with few rows; and in a simulation, where it costs nobody anything, models that are too many."""
         labels, theta = self.labels(state)[cohort.clients], self.models(state)
-        k = len(next(iter(theta.values())))
+        k = stacked(theta)
         if k == 1 or bool((labels < 0).any()):  # a client has never taken part, or labels are secret
             return
         yield from few_rows(labels, cohort.sizes, k)
@@ -37,17 +36,13 @@ class Doubting(Choosing):
             return
         share = torch.bincount(labels, minlength=k) / len(labels)
         sent = tree_map(lambda x: torch.cat([x, torch.tensordot(share.to(x), x, 1)[None]]), theta)
-        losses = cohort.uncharged().only(scored).on("test").gather(self.compare, sent).note["loss"]
+        losses = cohort.uncharged().only(scored).on("test").gather(self.compare, sent).note["losses"]
         yield from superfluous(losses.cpu(), labels[scored])
 
     @client_step
     def compare(self, task: Task) -> ClientStep:
         """The loss of each of the models that are sent on the client's rows."""
-
-        def run(theta: Params, local: Local) -> Reply:
-            return Reply(note={"loss": model_losses(task, theta, local.data, personal_of(local.memory))})
-
-        return ClientStep(run)
+        return try_all(task)
 
 
 def few_rows(labels: Tensor, sizes: Tensor, k: int) -> Iterator[str]:

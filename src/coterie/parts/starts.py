@@ -19,7 +19,8 @@ from coterie.core.settings import setting, validate
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.sums import slot_mean
 from coterie.core.task import Task
-from coterie.core.train import Descend, Models, Train, choose_nearest
+from coterie.core.train import Descend, Models, Train
+from coterie.parts.choosing import choose_nearest
 from coterie.storage.names import nearest_name
 
 NOISE = 0.01  # by which copies of one model differ

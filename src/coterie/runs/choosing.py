@@ -25,10 +25,10 @@ from coterie.methods.personal import Personal
 from coterie.runs.arguments import check_federation, check_method, check_task
 from coterie.runs.candidates import candidates as default_candidates
 from coterie.runs.comparison import Cell, ChosenK, Comparison, number_of_groups
-from coterie.runs.evaluate import Scores
 from coterie.runs.fingerprint import fingerprint
 from coterie.runs.fit import fit
 from coterie.runs.run import Run
+from coterie.runs.scores import Scores
 from coterie.runs.side_by_side import can_copy, most_jobs, side_by_side
 from coterie.runs.splitting import Split, split
 from coterie.storage.reading import read_json

@@ -15,7 +15,7 @@ import numpy as np
 from coterie.core.card import in_bytes
 from coterie.core.method import Method
 from coterie.methods.personal import Personal
-from coterie.runs import plots
+from coterie.runs import comparison_plots, plots
 from coterie.runs.candidates import ALL, ALONE, Simplicity
 from coterie.runs.display import spelled
 from coterie.runs.hurt import Hurt, worst_tenth
@@ -230,7 +230,7 @@ class Comparison:
         Args:
             path: A .png, .jpg, .svg or .pdf to write; None returns a figure, which a notebook shows by itself.
         """
-        fig = plots.candidates([_flat(row) for row in self.rows], self.metric, self.recommended, self.reason)
+        fig = comparison_plots.candidates([_flat(row) for row in self.rows], self.metric, self.recommended, self.reason)
         if path is not None:
             plots.save(fig, Path(path))
         return fig
@@ -330,7 +330,7 @@ class ChosenK(Comparison):
             path: A .png, .jpg, .svg or .pdf to write; None returns a figure, which a notebook shows by itself.
         """
         rows = [{**_flat(row), "k": number_of_groups(self.methods[row.name])} for row in self.rows if not row.failed]
-        fig = plots.numbers_of_groups(rows, self.metric, self.k)
+        fig = comparison_plots.numbers_of_groups(rows, self.metric, self.k)
         if path is not None:
             plots.save(fig, Path(path))
         return fig

@@ -11,6 +11,7 @@ import torch
 
 from coterie.core.key import Key
 from coterie.core.method import Method
+from coterie.core.pytree import stacked
 from coterie.core.task import Task
 from coterie.runs.timeline import TRACKED
 from coterie.storage.reading import Damaged
@@ -160,7 +161,7 @@ def _wrong_checkpoint(content: Any, method: Method, task: Task) -> str | None:
         return f"it holds no state of {type(method).__name__}"
     if not all(bool(torch.isfinite(x).all()) for x in models.values()):
         return "a model is not finite"
-    if labels.numel() and int(labels.max()) >= len(next(iter(models.values()))):
+    if labels.numel() and int(labels.max()) >= stacked(models):
         return "a client is in a cluster that is not there"
     expected = _shapes(task)
     if expected is not None and {n: (x.shape[1:], x.dtype) for n, x in models.items()} != expected:

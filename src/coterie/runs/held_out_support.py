@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.core.cohort import Cohort
 from coterie.core.method import Method, PointMethod
-from coterie.core.pytree import Params, exact, stack, take
+from coterie.core.pytree import Params, exact, stack, stacked, take
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedavg import State as OneModel
 from coterie.runs.answers import answer, every
@@ -73,7 +73,7 @@ def held_out(cohort: Cohort, algorithm: Method, state: Any) -> HeldOut:
             "not have: give it some, as by Federation.from_clients(…, test=…)"
         )
     models, labels = algorithm.models(state), algorithm.place(state, cohort)
-    k = len(next(iter(models.values())))
+    k = stacked(models)
     losses = _losses(cohort, models)
     members = labels.bincount(minlength=k)
     train = _trainer(algorithm, cohort)
@@ -123,7 +123,7 @@ def _trainer(algorithm: Method, cohort: Cohort) -> FedAvg:
 
 def _trained(train: FedAvg, cohort: Cohort, models: Params, labels: Tensor) -> Params:
     """Every model (k, …) after some more rounds with the clients of its cluster."""
-    k = len(next(iter(models.values())))
+    k = stacked(models)
     return stack([_on(train, cohort.only((labels == j).nonzero().flatten()), take(models, j)) for j in range(k)])
 
 

@@ -21,7 +21,6 @@ from coterie.core.step import Reply
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
 from coterie.runs.config import build_algorithm, build_task
-from coterie.runs.evaluate import PointScores, Scores, SummedScores
 from coterie.runs.fingerprint import difference, fingerprint
 from coterie.runs.folder import (
     CONFIG,
@@ -34,6 +33,7 @@ from coterie.runs.folder import (
 )
 from coterie.runs.loop import CLIENTS
 from coterie.runs.run import Run
+from coterie.runs.scores import PointScores, Scores, SummedScores
 from coterie.storage.inputs import Inputs
 
 log = logging.getLogger("coterie")

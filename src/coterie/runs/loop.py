@@ -19,10 +19,11 @@ from coterie.core.membership import Membership
 from coterie.core.method import Method, Report
 from coterie.core.pytree import all_on, to_device
 from coterie.runs import sanity
-from coterie.runs.evaluate import Scores, evaluate
+from coterie.runs.evaluate import evaluate
 from coterie.runs.folder import Record
 from coterie.runs.progress import Progress
 from coterie.runs.run import Diverged, Run
+from coterie.runs.scores import Scores
 from coterie.runs.summary import summary
 from coterie.runs.timeline import moved, timeline
 from coterie.storage import snapshot

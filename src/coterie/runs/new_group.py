@@ -24,7 +24,7 @@ from torch import Tensor
 from coterie.core.cohort import Cohort
 from coterie.core.local import personal_of
 from coterie.core.method import Groups, Method
-from coterie.core.pytree import Params, exact, take, tree_map
+from coterie.core.pytree import Params, exact, stacked, take, tree_map
 from coterie.core.registry import register
 from coterie.core.step import ClientStep, Local, Reply, client_step
 from coterie.core.task import Task
@@ -172,7 +172,7 @@ class _Proposed(NamedTuple):
     def model(self) -> Params:
         """The new one (1, …)."""
         models = self.method.models(self.state)
-        return take(models, torch.tensor([len(next(iter(models.values()))) - 1]))
+        return take(models, torch.tensor([stacked(models) - 1]))
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class _Trial:
             return None
         start = take(models, standing.best[some].mode().values[None])
         one, learnt = self._gone_on(start, torch.zeros_like(standing.labels), some)
-        wider, k = joined(models, one.models(learnt)), len(next(iter(models.values())))
+        wider, k = joined(models, one.models(learnt)), stacked(models)
         method, state = self._gone_on(wider, torch.where(odd, k, standing.labels), self._present(odd))
         members = some[method.place(state, self.cohort.only(some)) == k]
         return _Proposed(method, state, members, odd, best) if len(members) > 1 else None
@@ -205,7 +205,7 @@ class _Trial:
         models, odd = self.method.models(self.state), proposed.odd
         labels, present = torch.where(odd, proposed.best, self.standing.labels), self._present(odd)
         method, state = self._gone_on(models, labels, present)
-        some, k = self.cohort.only(present), len(next(iter(models.values())))
+        some, k = self.cohort.only(present), stacked(models)
         sent = joined(joined(models, method.models(state)), proposed.method.models(proposed.state))
         each = proposed.best[present], method.place(state, some), proposed.method.place(proposed.state, some)
         rows = torch.stack(each, 1) + k * torch.arange(3)

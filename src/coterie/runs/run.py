@@ -18,12 +18,13 @@ from coterie.core.local import personal_of
 from coterie.core.method import Method, PointMethod
 from coterie.core.model_tree import ModelTree
 from coterie.core.module_task import ModuleFunctions
-from coterie.core.pytree import Params, beside, stack, take
+from coterie.core.pytree import Params, beside, stack, stacked, take
 from coterie.core.task import SHARE, Data, Task, apart
 from coterie.engines import ENGINES, Vectorised
 from coterie.runs import display
-from coterie.runs.evaluate import Along, Scores, evaluate, margins
+from coterie.runs.evaluate import Along, evaluate, margins
 from coterie.runs.folder import read_models
+from coterie.runs.scores import Scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,10 +105,10 @@ class Run:
     @property
     def models(self) -> list[Params]:
         """One state dict per cluster; each loads into the task's module."""
-        stacked = self.algorithm.models(self.state)
+        models = self.algorithm.models(self.state)
         if self.task.functions is None and self.path is not None and (stored := read_models(self.path)):
             return stored
-        return [self.task.state_dict(take(stacked, j)) for j in range(len(next(iter(stacked.values()))))]
+        return [self.task.state_dict(take(models, j)) for j in range(stacked(models))]
 
     def module(self, cluster: int | None = None, *, client: int | str | None = None) -> nn.Module:
         """The module with a cluster's parameters, or with a client's, for scoring.
@@ -119,7 +120,7 @@ class Run:
         if (cluster is None) == (client is None):
             raise ValueError("module: give a cluster, such as run.module(0), or a client, such as run.module(client=3)")
         models, functions = self.algorithm.models(self.state), self._functions()
-        k = len(next(iter(models.values())))
+        k = stacked(models)
         if client is not None:
             own = self._model_of(self._position(client))
             if SHARE in own:

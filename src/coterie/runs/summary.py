@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.runs.evaluate import PointScores
 from coterie.runs.run import Run
+from coterie.runs.scores import PointScores
 
 
 def summary(run: Run) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from coterie.core.method import Groups, Method
 from coterie.core.pytree import all_on, to_device
 from coterie.robust.engine import Bucketed, Robust
 from coterie.runs.arguments import check_federation
-from coterie.runs.evaluate import Scores, evaluate
+from coterie.runs.evaluate import evaluate
 from coterie.runs.fingerprint import fingerprint
 from coterie.runs.fit import config_of
 from coterie.runs.folder import Record, alone_in, read_config
@@ -36,6 +36,7 @@ from coterie.runs.loop import LISTED, Loop
 from coterie.runs.new_group import NewGroup, Standing, joined, new_group
 from coterie.runs.progress import Progress
 from coterie.runs.run import Move, Run
+from coterie.runs.scores import Scores
 from coterie.runs.splitting import split
 from coterie.runs.summary import summary
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from coterie.core.pytree import Params
+from coterie.core.pytree import Params, stacked
 
 
 def loop_round(
@@ -30,7 +30,7 @@ def loop_round(
         tau: Number of local steps.
         batches: For every client the rows of each step (τ, size); None uses all rows in every step.
     """
-    k = len(next(iter(models.values())))
+    k = stacked(models)
     centres = [_load(module, {n: x[j] for n, x in models.items()}) for j in range(k)]
     trained: list[list[nn.Module]] = [[] for _ in range(k)]
     for i, (x, y) in enumerate(clients):
