@@ -5,7 +5,7 @@ import torch
 from typer.testing import CliRunner
 
 import coterie as ct
-from coterie.cli import show
+from coterie.cli import bench_tables
 from coterie.cli.main import app
 from coterie.core.cohort import Cohort
 from coterie.core.key import Key
@@ -138,8 +138,8 @@ def test_attacks_are_told_as_a_table_and_drawn(tmp_path, monkeypatch):
     assert found[2] < 0.5 < 0.8 < min(found[0], found[1], found[3])
     assert json.loads((tmp_path / "attacks.json").read_text()) == rows
     assert (tmp_path / "attacks.png").read_bytes().startswith(b"\x89PNG")
-    with show.console.capture() as told:
-        show.attacks(rows)
+    with bench_tables.console.capture() as told:
+        bench_tables.attacks(rows)
     assert "sign × 10" in told.get() and "20 %" in told.get()
 
 

@@ -99,8 +99,8 @@ def test_a_run_that_fails_does_not_stop_the_others(swept):
 
 @pytest.fixture
 def once_begun(config, tmp_path):
-    """Makes the runs long, and calls a function once two of them have written a checkpoint."""
-    config.write_text(CONFIG.replace("rounds = 3", "rounds = 3000"))
+    """Makes the runs so long that none ends before another begins, and calls a function once two have a checkpoint."""
+    config.write_text(CONFIG.replace("rounds = 3", "rounds = 100_000"))
     over = threading.Event()
 
     def watch(act):

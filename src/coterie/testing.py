@@ -173,13 +173,15 @@ def run_rounds(method: Method, members: Membership | Cohort, rounds: int = ROUND
 
 
 def assert_same(a: Any, b: Any, tolerance: float = 0.0) -> None:
-    """Whether two trees hold the same numbers, within a tolerance of each, or of the largest of a float32 tensor."""
+    """Whether two trees hold the same numbers, within a tolerance of each, or of the largest of its tensor.
+
+    Sums of clients' numbers cancel, and what is left of float32's rounding is the processor's affair.
+    """
     for x, y in zip(leaves(a), leaves(b), strict=True):
         assert x.shape == y.shape, f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
         if x.is_floating_point():
             apart = float((x - y).nan_to_num(posinf=0, neginf=0).abs().max()) if x.numel() else 0.0
-            short = y.dtype == torch.float32 and y.numel() > 0  # sums in it cancel, how is the processor's affair
-            largest = float(y.nan_to_num(posinf=0, neginf=0).abs().max().clamp(min=1)) if short else 1.0
+            largest = float(y.nan_to_num(posinf=0, neginf=0).abs().max().clamp(min=1)) if y.numel() else 1.0
             assert torch.allclose(x, y, rtol=tolerance, atol=tolerance * largest), f"{apart:g} apart"
         else:
             assert torch.equal(x, y), f"{int((x != y).sum())} of {x.numel()} whole numbers differ"
