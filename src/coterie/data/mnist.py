@@ -38,7 +38,7 @@ def mnist(clients: int, seed: int = 0, rows: int | None = None) -> Federation:
         seed: Seed of the shuffling.
         rows: Number of training images per client; None distributes all 60,000.
     """
-    return deal(*images(), clients=clients, seed=seed, rows=rows)
+    return converted(deal(*_bytes(), clients=clients, seed=seed, rows=rows), _scaled)
 
 
 @dataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import timeit
@@ -320,9 +321,9 @@ class Peak(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        self._seen |= given  # what was there before, and views of it, cost nothing
+        if _is_of_arguments(func):  # views, and what is changed in place, cost nothing
+            return out
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if (mark := storage.data_ptr()) not in self._seen:
@@ -337,10 +338,16 @@ class Peak(TorchDispatchMode):
         self.live -= size
 
 
+@functools.cache
+def _is_of_arguments(func: Any) -> bool:
+    """Whether an operation gives its arguments back, or views of them."""
+    return any(given.alias_info is not None for given in func._schema.returns)
+
+
 def _tensors(given: Any) -> Iterator[Tensor]:
-    """All tensors in the arguments or the results of an operation, which are in lists and tuples at most."""
+    """All tensors in the results of an operation, which are in lists and tuples at most."""
     if isinstance(given, Tensor):
         yield given
-    elif isinstance(given, tuple | list | dict):
-        for part in given.values() if isinstance(given, dict) else given:
+    elif isinstance(given, tuple | list):
+        for part in given:
             yield from _tensors(part)
