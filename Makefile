@@ -1,6 +1,9 @@
 # Each target does its own set-up: on a fresh machine `make demo` or `make test` is the first command.
 PYTHON ?= python3
+# Programs for tests are installed while pip works.
+MAKEFLAGS += --jobs=2
 BIN := .venv/bin
+VENV := .venv/.venv
 READY := .venv/.ready
 TOOLS := .venv/.tools
 PROGRAMS := .venv/.programs
@@ -60,8 +63,11 @@ clean:
 	rm -rf .venv .venvs licences.md sbom.json site demo runs .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+$(VENV):
 	$(PYTHON) -m venv .venv
+	touch $@
+
+$(READY): $(VENV) pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
@@ -75,7 +81,7 @@ $(SUPPLY): $(READY)
 	touch $@
 
 # For the tests of the proxy, of the CUDA kernels and of pages in a browser alone, which are skipped without: nothing here may fail.
-$(PROGRAMS): $(TOOLS)
+$(PROGRAMS): $(VENV)
 	@export PATH="$$PATH:/usr/sbin:/usr/local/sbin"; has() { command -v $$1 >/dev/null; }; \
 	as_root="env DEBIAN_FRONTEND=noninteractive"; [ "$$(id -u)" = 0 ] || as_root="sudo -n $$as_root"; \
 	missing=""; for name in nginx g++ chromium; do has $$name || missing="$$missing $$name"; done; \

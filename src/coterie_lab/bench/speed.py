@@ -76,7 +76,7 @@ def measure(device: str = "auto", *, quick: bool = False, only: str = "") -> lis
 
     Args:
         device: "auto", "cpu" or "cuda".
-        quick: Whether to use a tenth of the clients.
+        quick: Whether to use few clients and smaller networks.
         only: A part of the names of the workloads to time.
     """
     where = find_device(device)
@@ -136,7 +136,7 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
     On a GPU the first has as many clients as in the paper; the others have fewer, because the loop takes minutes there.
 
     Args:
-        quick: Whether to use few clients.
+        quick: Whether to use few clients and smaller networks.
         device: Where the workloads will run.
     """
     m, one = (16, 16) if quick else (480, 480) if device.type == "cpu" else (4800, 480)
@@ -147,9 +147,10 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
     small, leaf = CNN((1, 28, 28), 10, (8, 16), 5, 32), CNN((1, 28, 28), 10)
     few = grouped(4 if quick else 48, 50, 784, 10, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
     letters = grouped(2 if quick else 12, 100, 784, 62, groups=4).map(lambda i, x, y: (x.reshape(-1, 1, 28, 28), y))
-    femnist = CNN((1, 28, 28), 62, hidden=2048).requires_grad_(False)
+    hidden = 256 if quick else 2048
+    femnist = CNN((1, 28, 28), 62, hidden=hidden).requires_grad_(False)
     femnist.head.requires_grad_(True)
-    head = 4.0 * 10 * 2048 * 62 * 10 * len(letters)  # outputs and gradient of the head, ten rows, ten steps
+    head = 4.0 * 10 * hidden * 62 * 10 * len(letters)  # outputs and gradient of the head, ten rows, ten steps
     line = len(points) * (4.0 * 20 * 20 + 2.0 * 20 * 20)  # residuals, gradient, and all steps in one product
     return [
         Workload(f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 4)),

@@ -72,8 +72,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.axvline(result["chosen"], color=plots.COLOURS[2], alpha=0.3, lw=10)
     left.set_title(f"choose_k takes k = {result['chosen']}", fontsize=10)
     left.set_ylabel("accuracy (%)")
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.4 * (high - low))  # room for the legend
     left.legend(frameon=False, fontsize=8, loc="upper right")
-    left.margins(y=0.25)  # room for it
     right.plot(k, k, color="0.6", lw=1, ls=":")
     right.plot(k, [row["clusters alive"] for row in rows], "o-", color=plots.COLOURS[0])
     right.set_ylabel("clusters with clients, mean over seeds")
