@@ -1,7 +1,5 @@
 # Each target does its own set-up: on a fresh machine `make demo` or `make test` is the first command.
 PYTHON ?= python3
-# Programs for tests are installed while pip works.
-MAKEFLAGS += --jobs=2
 BIN := .venv/bin
 VENV := .venv/.venv
 READY := .venv/.ready
@@ -15,9 +13,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: $(READY)
 	$(BIN)/coterie demo
 
-# One thread per test process: processes that each use all cores spend their time waiting for each other. Of the four
-# two begin with the tests of real Flower processes, and mostly wait.
-test: lint $(PROGRAMS)
+# Programs for tests are installed while pip works and code is checked. One thread per test process: processes that each
+# use all cores spend their time waiting for each other. Of the four two begin with the tests of real Flower processes,
+# and mostly wait.
+test:
+	@$(MAKE) --no-print-directory --jobs=2 lint $(PROGRAMS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4
 
 lint: $(TOOLS)
@@ -29,7 +29,7 @@ lint: $(TOOLS)
 docs: $(TOOLS)
 	$(BIN)/mkdocs build --strict
 
-screenshots: $(PROGRAMS)
+screenshots: $(TOOLS) $(PROGRAMS)
 	$(BIN)/python docs/screenshots.py
 
 bench: $(TOOLS)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_unflatten
 import coterie as ct
 from coterie.core.first_layer import FirstLinear, Head
 from coterie.core.key import Key
+from coterie.core.module_task import ModuleFunctions
 from coterie.core.pytree import flat, leaves, tree_map
 from coterie.core.train import Descend, Train
 from coterie.engines import simulated
@@ -96,6 +97,17 @@ def test_models_with_a_linear_first_layer_are_recognised(module):
     expected = nn.functional.cross_entropy(module(x), y, reduction="none")
     z = nn.functional.linear(x.flatten(1), layer.weight, layer.bias)
     assert torch.allclose(split.loss(rest, z, y), expected, atol=1e-6)
+
+
+def test_what_was_found_of_a_first_layer_is_of_these_rows(monkeypatch):
+    """Also where rows are a view in which the numbers of one row lie apart."""
+    tried, own = [], ModuleFunctions._first_layer
+    monkeypatch.setattr(ModuleFunctions, "_first_layer", lambda self, x: (tried.append(x), own(self, x))[1])
+    task, x = ct.Task.regressor(ct.models.Linear(1, 1)), torch.randn(1, 40).T
+    assert x.stride() == (1, 40)
+    assert task.first_layer(x[:2]) is task.first_layer(x[:2].clone()) and len(tried) == 1
+    task.first_layer(x[1:3])
+    assert len(tried) == 2
 
 
 class Tokens(nn.Module):

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 import coterie as ct
 from coterie.core.key import Key
+from coterie.core.task import Trunk
 from coterie.runs.config import build_task
 
 
@@ -75,6 +76,21 @@ def test_a_residual_network_by_hand():
         y = functional.group_norm(b.second(y), 2, b.second_norm.weight, b.second_norm.bias)
         z = functional.avg_pool2d((z + y).relu(), 2)
     assert torch.allclose(net(x), z.mean((2, 3)) @ net.head.weight.T + net.head.bias, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "frozen"),
+    [
+        (ct.models.CifarCNN((3, 8, 8), 4, channels=12, hidden=(9, 7)), "convolutions"),
+        (ct.models.CifarCNN((3, 8, 8), 4, channels=12, hidden=(9, 7)), "convolutions.0"),
+        (ct.models.FemnistCNN(5, 16), "convolutions"),
+        (ct.models.ResNet(3, 5, width=8), "stem"),
+    ],
+)
+def test_frozen_layers_in_front_are_a_trunk(module, frozen):
+    module.get_submodule(frozen).requires_grad_(False)
+    shape = (1, 28, 28) if isinstance(module, ct.models.FemnistCNN) else (3, 8, 8)
+    assert isinstance(ct.Task.classifier(module).trunk(torch.randn(2, *shape)), Trunk)
 
 
 @pytest.mark.parametrize("module", [ct.models.CifarCNN(classes=7), ct.models.FemnistCNN(5, 16), ct.models.ResNet(1, 3)])

@@ -57,16 +57,22 @@ def test_single_images_indices_and_images_of_few_channels_are_as_ever():
 class Viewing(nn.Module):
     """Relies on the order of numbers in memory, as many modules do."""
 
-    def __init__(self):
+    def __init__(self, channels_last=False):
         super().__init__()
-        self.convolution, self.head = nn.Conv2d(1, 2, 2, padding=1), nn.Linear(8, 2)
+        self.convolution, self.head = nn.Conv2d(1, 8, 2, padding=1), nn.Linear(32, 2)
+        self.channels_last = channels_last
 
     def forward(self, x):
-        return self.head(functional.max_pool2d(self.convolution(x), 2).view(x.size(0), -1))
+        x = self.convolution(x)
+        if self.channels_last:
+            last = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+            return self.head(functional.max_pool2d(last, 2).permute(0, 2, 3, 1).view(x.size(0), -1))
+        return self.head(functional.max_pool2d(x, 2).view(x.size(0), -1))
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("executor", ["vectorised", "vmap", "sequential"])
-def test_engines_pool_so_where_there_are_images(monkeypatch, executor):
+def test_engines_pool_so_where_there_are_images(monkeypatch, executor, channels_last):
     seen = []
     plain = ChannelsLast.__torch_function__
     monkeypatch.setattr(
@@ -80,7 +86,7 @@ def test_engines_pool_so_where_there_are_images(monkeypatch, executor):
     g = torch.Generator().manual_seed(0)
     images = [(torch.randn(5, 1, 4, 4, generator=g), torch.randint(2, (5,), generator=g)) for _ in range(3)]
     points = [(x.flatten(1), y) for x, y in images]
-    net = Viewing()
+    net = Viewing(channels_last)
     ct.fit(ct.FedAvg(), ct.Task.classifier(net), ct.Federation.from_clients(images), rounds=1, executor=executor)
     assert any(func in pooling._POOLS for func in seen) == (executor != "sequential")
     seen.clear()

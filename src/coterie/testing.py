@@ -173,16 +173,18 @@ def run_rounds(method: Method, members: Membership | Cohort, rounds: int = ROUND
 
 
 def assert_same(a: Any, b: Any, tolerance: float = 0.0) -> None:
-    """Whether two trees hold the same numbers, within a tolerance of each, or of the largest of its tensor.
+    """Whether two trees hold the same numbers, within a tolerance of each, or of the largest that is beside it.
 
-    Sums of clients' numbers cancel, and what is left of float32's rounding is the processor's affair.
+    Sums of clients' numbers cancel, and what is left of float32's rounding is the processor's affair. Beside a number
+    are those of the same model or client, by which stacked tensors lead.
     """
     for x, y in zip(leaves(a), leaves(b), strict=True):
         assert x.shape == y.shape, f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
         if x.is_floating_point():
             apart = float((x - y).nan_to_num(posinf=0, neginf=0).abs().max()) if x.numel() else 0.0
-            largest = float(y.nan_to_num(posinf=0, neginf=0).abs().max().clamp(min=1)) if y.numel() else 1.0
-            assert torch.allclose(x, y, rtol=tolerance, atol=tolerance * largest), f"{apart:g} apart"
+            for one, two in zip(x, y, strict=True) if y.dim() > 1 else [(x, y)]:
+                largest = float(two.nan_to_num(posinf=0, neginf=0).abs().max().clamp(min=1)) if two.numel() else 1.0
+                assert torch.allclose(one, two, rtol=tolerance, atol=tolerance * largest), f"{apart:g} apart"
         else:
             assert torch.equal(x, y), f"{int((x != y).sum())} of {x.numel()} whole numbers differ"
 

@@ -52,7 +52,7 @@ def _log_to_stderr(context: typer.Context) -> None:
 
 @bench.command()
 def speed(
-    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the clients.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few clients and smaller networks.")] = False,
     device: Device = "auto",
     only: Annotated[str, typer.Option(help="Time workloads with this in their name; others stay in the file.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for speed-cpu.json or speed-cuda.json.")] = None,

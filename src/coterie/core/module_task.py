@@ -122,11 +122,12 @@ class ModuleFunctions:
         That is found by trying it on these rows. What was found is kept for them: a node of a real federation asks
         again for every message.
         """
-        rows = repr((x.shape, x.dtype)).encode() + x.contiguous().view(torch.uint8).numpy().tobytes()
-        if rows not in self._first_layers:
+        in_order = x.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves rows of one number as they are
+        known = repr((x.shape, x.dtype)).encode() + in_order.view(torch.uint8).numpy().tobytes()
+        if known not in self._first_layers:
             self._first_layers.clear()
-            self._first_layers[rows] = self._first_layer(x)
-        return self._first_layers[rows]
+            self._first_layers[known] = self._first_layer(x)
+        return self._first_layers[known]
 
     def _first_layer(self, x: Tensor) -> FirstLinear | None:
         if (

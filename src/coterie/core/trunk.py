@@ -47,6 +47,7 @@ class _Piece(nn.Module):
     def __init__(self, whole: nn.Module, graph: fx.Graph) -> None:
         super().__init__()
         made = fx.GraphModule(whole, graph)
+        _put_in_order(made, whole)
         for name, x in made.named_parameters(recurse=False):
             self.register_parameter(name, x)
         for name, x in made.named_buffers(recurse=False):
@@ -110,6 +111,17 @@ def _cut(make: Maker, pure: PureModule) -> Cut | None:
     if cut.head.kinds[:3] != pure.kinds[:3]:
         raise _Whole("its trained parameters would be in another order")
     return cut
+
+
+def _put_in_order(part: nn.Module, whole: nn.Module) -> None:
+    """Give what a part of a module consists of the order that it has in the module, in place of that of its use."""
+    for kind in ("_parameters", "_buffers", "_modules"):
+        own, order = getattr(part, kind), getattr(whole, kind)
+        ordered = {**{name: own[name] for name in order if name in own}, **own}
+        own.clear()
+        own.update(ordered)
+    for name, child in part.named_children():
+        _put_in_order(child, whole.get_submodule(name))
 
 
 def _graph(module: nn.Module) -> fx.Graph:

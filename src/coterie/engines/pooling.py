@@ -21,7 +21,12 @@ class ChannelsLast(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _POOLS and args and isinstance(args[0], Tensor) and args[0].dim() == 4 and args[0].shape[1] >= _MANY:
+        if func in _POOLS and args and isinstance(args[0], Tensor) and _gains(args[0]):
             last = args[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
             return func(last, *args[1:], **(kwargs or {})).contiguous()
         return func(*args, **(kwargs or {}))
+
+
+def _gains(x: Tensor) -> bool:
+    """Whether these are images with many channels, which are not last already."""
+    return x.dim() == 4 and x.shape[1] >= _MANY and x.stride(1) != 1

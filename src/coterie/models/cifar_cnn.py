@@ -80,10 +80,10 @@ class CifarCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, one row per image."""
         first, second = self.convolutions
-        assert isinstance(first.bias, Tensor) and isinstance(first.weight, Tensor)
+        weight, bias = cast(Tensor, first.weight), cast(Tensor, first.bias)  # to torch.fx they are something else
         # Which of some numbers is the largest is known without bias and ReLU, which then see a quarter of them.
-        x = _pooled(functional.conv2d(x, first.weight, padding=2))
-        x = (x + first.bias.to(x.dtype)[:, None, None]).relu()
+        x = _pooled(functional.conv2d(x, weight, padding=2))
+        x = (x + bias.to(x.dtype)[:, None, None]).relu()
         x = _pooled(_normalised(second(_normalised(x)).relu())).flatten(1)
         for layer in self.layers[:-1]:
             x = layer(x).relu()

@@ -168,8 +168,8 @@ class Loop:
             if t == 0:
                 before, seconds = (0, 0), seconds + self.start_seconds
             row = self._row(t, state, report, seconds)
-        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-            raise self._diverged(t, "a model has a matrix without an inverse") from None
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+            raise self._diverged(t, "a model has a matrix without an inverse") from error
         row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
         row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
         if left_out := self.cohort.ledger.left_out:
