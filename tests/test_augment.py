@@ -228,6 +228,8 @@ def test_images_that_cannot_be_cropped_are_refused(augment, shape, message):
 def test_what_does_not_go_with_crops_is_refused():
     with pytest.raises(ValueError, match="CropFlip: size must be at least 1, got 0"):
         ct.Task.classifier(small(), augment=CropFlip(0))
+    with pytest.raises(ValueError, match="Task: augment must be CropFlip or None, got 'crop_flip'"):
+        ct.Task.classifier(small(), augment="crop_flip")
     pair = [((torch.zeros(3, 2), torch.zeros(3, 1)), torch.zeros(3, dtype=torch.long))]
     task = ct.Task.classifier(nn.Bilinear(2, 1, 2), augment=CropFlip(2))
     with pytest.raises(ValueError, match="augment takes rows that are one image, but these are several inputs"):

@@ -85,6 +85,8 @@ METHODS = {
     "FedEM": ct.FedEM(k=2, lr=0.3, tau=2, init="random"),
     "CFL": ct.CFL(lr=0.3, tau=3),
     "Personal": ct.Personal(ct.FedAvg(lr=0.3, tau=3)),
+    "OneShot": ct.OneShot(2, lr=0.3, steps=5),
+    "OneShot, angles": ct.OneShot(2, "angles", lr=0.3),
 }
 
 
@@ -365,6 +367,8 @@ class Tied(nn.Module):
     [
         ("haed", r"freeze: the model has no layer 'haed' with parameters; did you mean 'head'\?"),
         ((), r"freeze: head names no layer; those with parameters are convolutions"),
+        (None, r"freeze: head must be a word or a list, each entry a word, got None"),
+        (["head", 5], r"freeze: head must be a word or a list, each entry a word, got \['head', 5\]"),
         (
             ("convolutions", "hidden", "head"),
             r"freeze: nothing is left to freeze: .*'head' are all layers of the model",
@@ -412,6 +416,10 @@ def test_after_training_users_see_rows(pretrained, federation, tmp_path):
     loaded = ct.load(tmp_path / "run")
     assert (loaded.predict(x, client=0) == expected).all()
     assert loaded.assign(x, y) == run.assign(x, y)
+    with pytest.raises(
+        ValueError, match=r"another model: some of its layers are frozen, other than in this task; ct.fr"
+    ):
+        ct.load(tmp_path / "run", task=pretrained.task)
     newer = loaded.update(federation, rounds=1)
     assert torch.equal(newer.models[0]["hidden.weight"], pretrained.models[0]["hidden.weight"])
 

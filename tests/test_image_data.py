@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import struct
+import tomllib
 
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ def write_leaf(folder, users, part="train", file="all_data.json"):
     return path
 
 
+UNUSABLE = "has rows that cannot be used"
 ANNA, BEN = ([[0, 0.5], [1, 0]], [0, 2]), ([[0.25, 1]], [1])
 
 
@@ -71,10 +73,24 @@ def test_a_folder_of_leaf_is_read_from_all_its_files(tmp_path):
     assert torch.equal(again.train.x, federation.train.x) and again.ids == federation.ids
 
 
-def test_labels_of_leaf_may_be_numbers_with_a_fraction(tmp_path):
+@pytest.mark.parametrize("whole", ["train", "test", None])
+def test_labels_of_leaf_may_be_numbers_with_a_fraction(tmp_path, whole):
+    """In one of the parts, too."""
     for part in ("train", "test"):
-        write_leaf(tmp_path, {"anna": ([[1.0]], [1]), "x": ([[2]], [0.5])}, part)
-    assert ct.data.leaf(str(tmp_path)).train.y.tolist() == [1.0, 0.5]
+        write_leaf(tmp_path, {"anna": ([[1.0]], [1]), "x": ([[2]], [1 if part == whole else 0.5])}, part)
+    federation = ct.data.leaf(tmp_path)
+    assert federation.train.y.tolist() == [1.0, 1 if whole == "train" else 0.5]
+    assert federation.train.y.is_floating_point() and federation.test.y.is_floating_point()
+
+
+def test_a_run_on_a_folder_that_is_a_path_is_repeated_by_its_configuration(tmp_path):
+    federation = ct.data.leaf(two_users(tmp_path / "leaf"))
+    ct.fit(ct.FedAvg(), ct.Task.classifier(ct.models.Linear(2, 3)), federation, rounds=1, out=tmp_path / "run")
+    table = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["data"]
+    assert table == {"name": "leaf", "folder": str(tmp_path / "leaf")} and build_federation(table).ids == (
+        "anna",
+        "ben",
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,10 +104,14 @@ def test_labels_of_leaf_may_be_numbers_with_a_fraction(tmp_path):
         (
             (["to be", "or not"], [0, 1]),
             "train",
-            "user 'cleo' has rows that cannot be used: x must be lists of numbers",
+            f"user 'cleo' {UNUSABLE}: x must be lists of numbers, got 'to be'",
         ),
-        (([1, 2], [0, 1]), "train", "user 'cleo' has rows that cannot be used: x must be lists of numbers"),
-        (([[1, 2]], ["a"]), "train", "user 'cleo' has rows that cannot be used: y must be numbers, got 'a'"),
+        (([1, 2], [0, 1]), "train", "user 'cleo' has rows that cannot be used: x must be lists of numbers, got 1"),
+        (([["1", "2"]], [0]), "train", f"user 'cleo' {UNUSABLE}: x must be lists of numbers, got ['1', '2']"),
+        (([[10**400, 2]], [0]), "train", f"user 'cleo' {UNUSABLE}: x must be lists of numbers, got [{'10000'}"),
+        (([[1, 2]], ["a"]), "train", f"user 'cleo' {UNUSABLE}: y must be one number for each row, got 'a'"),
+        (([[1, 2]], [[0]]), "train", f"user 'cleo' {UNUSABLE}: y must be one number for each row, got [0]"),
+        (([[1, 2]] * 2, [[0], [0, 1]]), "train", f"user 'cleo' {UNUSABLE}: y must be one number for each row, got [0]"),
         ((None, [1]), "train", "user 'cleo' has no table of 'x' and 'y' in 'user_data'"),
     ],
 )
@@ -102,7 +122,7 @@ def test_rows_of_leaf_that_cannot_be_used_are_named_with_user_and_file(tmp_path,
     path = write_leaf(tmp_path, {"cleo": user}, part, "z.json")
     with pytest.raises(ValueError) as error:
         ct.data.leaf(str(tmp_path))
-    assert str(error.value) == f"{path}: {message}"
+    assert str(error.value).startswith(f"{path}: {message}") and len(str(error.value)) < 250
 
 
 def test_users_must_be_the_same_and_in_one_file(tmp_path):
@@ -121,6 +141,7 @@ def test_users_must_be_the_same_and_in_one_file(tmp_path):
         (b'{"users": ["anna"], "user_', "is not a file of JSON (Unterminated string"),
         (b"\xff\xfe\x00", "is not a file of JSON ("),
         (b"[1, 2]", "is not a file of LEAF: it must have a list 'users' and a table 'user_data'"),
+        (b"[" * 100_000, "is not a file of JSON ("),
         (b'{"users": []}', "is not a file of LEAF: it must have a list 'users' and a table 'user_data'"),
     ],
 )
@@ -132,6 +153,9 @@ def test_a_corrupt_file_of_leaf_is_named(tmp_path, content, message):
     assert str(error.value).startswith(f"{path} {message}") and "\n" not in str(error.value)
     path.unlink()
     with pytest.raises(ValueError, match=f"^{path.parent} has no file"):
+        ct.data.leaf(str(tmp_path))
+    path.parent.rmdir()
+    with pytest.raises(ValueError, match=f"^{path.parent} is not a folder"):
         ct.data.leaf(str(tmp_path))
 
 
@@ -200,6 +224,47 @@ def test_femnist_that_cannot_be_used(home):
     with pytest.raises(ValueError, match=f"{path} cannot be read as .npz") as error:
         ct.data.femnist()
     assert "\n" not in str(error.value)
+    compact_femnist(home).rename(home / "femnist" / "again.npz")
+    compact_femnist(home)
+    with pytest.raises(ValueError, match=r"has 2 files \*.npz, but one is expected: leave one of them there"):
+        ct.data.femnist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"images": np.zeros(())}, r": images must be bytes \(n, 28, 28\), got float64 of shape \(\)"),
+        ({"writer": np.zeros(6)}, r": writer must be one whole number for each of the 6 images, got float64 of shape"),
+        ({"writer": np.full(6, "a")}, r": writer must be one whole number for each of the 6 images, got <U1 of shape"),
+        ({"labels": np.full(6, 3.5)}, r": labels must be one whole number for each of the 6 images, got float64"),
+        (
+            {"dup": np.zeros((6, 1), int)},
+            r": dup must be one whole number for each of the 6 images, got int64 of sh",
+        ),
+        ({"split": np.zeros(5, int)}, r": split must be one whole number for each of the 6 images, got int64 of"),
+        ({"writer_names": np.array("a")}, r": writer_names must be a list of words, got <U1 of shape \(\)"),
+        ({"writer_names": np.array([b"a", b"b"])}, r": writer_names must be a list of words, got \|S1 of shape"),
+        ({"writer_names": np.array(["a", "b", "c"])}, r": writer 'c' has no training rows \(split 0, dup 0\)"),
+        ({"split": np.ones(6, int)}, r": writer 'f1' has no training rows"),
+        ({"writer_names": np.array(["a"])}, r" is damaged: writers run from 0 to 1, but writer_names has 1"),
+    ],
+)
+def test_compact_femnist_whose_arrays_have_other_forms(home, change, message):
+    path = compact_femnist(home, **change)
+    with pytest.raises(ValueError, match=f"^{path}{message}"):
+        ct.data.femnist()
+
+
+def test_compact_femnist_may_have_no_test_rows(home):
+    compact_femnist(home, split=np.zeros(6, int))
+    assert ct.data.femnist().test.sizes.tolist() == [0, 0]
+
+
+def test_pixels_of_femnist_are_no_bytes_in_leafs_files(home):
+    for part in ("train", "test"):
+        write_leaf(home / "femnist", {"f1": ([[255.0] * 784], [3])}, part)
+    with pytest.raises(ValueError, match=r"is not FEMNIST: pixels run from 255 to 255, expected 0 to 1"):
+        ct.data.femnist()
 
 
 @needs_femnist
@@ -316,6 +381,19 @@ def test_an_image_of_one_colour_is_all_zeros():
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ct.data.rotated_cifar10(turns=2), "rotated_cifar10: turns must be a list, each entry a whole number"),
+        (lambda: ct.data.cifar10("4"), "cifar10: clients must be a whole number, got '4'"),
+        (lambda: ct.data.mnist_by_writer(test=None), "mnist_by_writer: test must be a number, got None"),
+    ],
+)
+def test_arguments_of_data_sets_have_types(make, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"turns": (0, 4)}, "turns must be different ones of 0 to 3, quarter turns, got 0, 4"),
@@ -389,6 +467,30 @@ def test_clients_of_a_partitioner_by_natural_ids_have_their_names():
     federation = ct.Federation.from_partitioner(partitioned(columns, "writer", features), "pixels", "kind", test=0)
     assert federation.ids == ("u", "v") and federation.train.sizes.tolist() == [2, 4]
     assert torch.allclose(federation.train.x[0], torch.tensor([[0, 0.2], [0.4, 1]])) and federation.train.y.max() == 1
+
+
+def test_bytes_in_lists_and_pixels_of_any_kind_run_from_0_to_1():
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"x": datasets.Sequence(datasets.Value("uint8")), "y": datasets.Value("int64")})
+    own = partitioned({"x": [[0, 255]] * 6, "y": [0] * 6}, features=features)
+    federation = ct.Federation.from_partitioner(own, "x", "y", test=0)
+    assert federation.train.x.tolist() == [[0.0, 1.0]] * 6
+    from PIL import Image
+
+    for dtype, most in ((np.uint16, 65535), (bool, True)):
+        image = Image.fromarray(np.full((2, 2), most, dtype))
+        own = partitioned({"image": [image] * 6, "label": [0] * 6})
+        x = ct.Federation.from_partitioner(own, test=0).train.x
+        assert x.dtype == torch.float32 and x.shape == (6, 1, 2, 2) and bool((x == 1).all()), dtype
+
+
+def test_an_empty_partition_is_named():
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+    some = partitioners.DirichletPartitioner(12, "y", alpha=0.02, min_partition_size=0, self_balancing=False)
+    some.dataset = partitioned({"x": [[0.5]] * 40, "y": [0, 1] * 20}).dataset
+    none = next(i for i in range(12) if not len(some.load_partition(i)))
+    with pytest.raises(ValueError, match=f"client {none}: has no train rows, needs at least 1; some partitioners have"):
+        ct.Federation.from_partitioner(some, "x", "y")
 
 
 def test_numbers_of_a_partitioner_stay_as_they_are():

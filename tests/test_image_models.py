@@ -105,6 +105,12 @@ def test_models_for_images_are_built_again_from_a_configuration(module):
     ("make", "message"),
     [
         (lambda: ct.models.CifarCNN((3, 26, 24)), "CifarCNN: height and width must be multiples of 4, got 26 and 24"),
+        (lambda: ct.models.CifarCNN((3, 24)), "CifarCNN: shape must be channels, height and width, got [3, 24]"),
+        (
+            lambda: ct.models.FemnistCNN(hidden=0),
+            "CNN: classes, hidden and channels must be at least 1, got 62, 0, (32, 64)",
+        ),
+        (lambda: ct.models.ResNet(0, 10), "ResNet: depth must be at least 1, got 0"),
         (lambda: ct.models.CifarCNN(hidden=(5,)), "CifarCNN: hidden must be the sizes of two layers, got [5]"),
         (
             lambda: ct.models.ResNet(3, 10, width=6),

@@ -1,6 +1,7 @@
 """OneShot beside solutions worked by hand, scikit-learn's k-means, scipy's linkages and principal angles."""
 
 import dataclasses
+import logging
 
 import numpy as np
 import pytest
@@ -188,11 +189,13 @@ def test_few_clients_are_one_group(m):
     assert run.labels.tolist() == [0] * m
 
 
-def test_clients_that_are_all_the_same_are_one_group():
+def test_clients_that_are_all_the_same_are_one_group(caplog):
     x, y = lines((1.0, 2.0)).train.client(0)
     federation = ct.Federation.from_clients([(x, y)] * 6)
     assert set(ct.fit(ct.OneShot(by="hierarchical", steps=5), LINE, federation, rounds=1).labels) == {0}
-    assert len(ct.fit(ct.OneShot(3, steps=5), LINE, federation, rounds=1).labels) == 6
+    with caplog.at_level(logging.INFO, "coterie"):
+        assert len(ct.fit(ct.OneShot(3, steps=5), LINE, federation, rounds=1).models) == 1
+    assert "OneShot: 1 clusters in place of k=3: too few clients differ from each other" in caplog.text
 
 
 def test_a_threshold_below_all_distances_makes_one_group_each():

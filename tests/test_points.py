@@ -494,6 +494,14 @@ def test_steps_that_are_too_large_are_told():
         ct.fit(ct.UIFCA(k=3, closed=False, lr=10.0), flow(5), made, rounds=5)
 
 
+def test_a_start_whose_matrices_have_no_inverse_is_told():
+    """Clients that solve their own problems in steps that are too large."""
+    g = torch.Generator().manual_seed(0)
+    points = Federation.from_clients([(torch.randn(20, 5, generator=g) + i % 2 * 5, None) for i in range(8)])
+    with pytest.raises(ValueError, match="the start diverges: a model has a matrix without an inverse; a smaller lr"):
+        ct.fit(ct.OneShot(k=2), flow(5), points, rounds=2)
+
+
 @pytest.mark.parametrize("executor", ["vectorised", "sequential"])
 def test_a_matrix_without_an_inverse_is_told(executor):
     def loss(params, data):

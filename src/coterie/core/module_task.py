@@ -16,6 +16,7 @@ from coterie.core.making import Maker
 from coterie.core.module import PureModule, outside
 from coterie.core.pytree import Params, leaves, take
 from coterie.core.trunk import Cut, cut_after_trunk
+from coterie.storage.packed import raw_bytes
 
 if TYPE_CHECKING:
     from coterie.storage.inputs import Inputs
@@ -122,8 +123,7 @@ class ModuleFunctions:
         That is found by trying it on these rows. What was found is kept for them: a node of a real federation asks
         again for every message.
         """
-        in_order = x.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves rows of one number as they are
-        known = repr((x.shape, x.dtype)).encode() + in_order.view(torch.uint8).numpy().tobytes()
+        known = repr((x.shape, x.dtype)).encode() + raw_bytes(x)
         if known not in self._first_layers:
             self._first_layers.clear()
             self._first_layers[known] = self._first_layer(x)

@@ -13,7 +13,6 @@ from coterie.core.key import Key
 from coterie.storage.packed import Packed, Pair
 
 _TEST = 0  # stream under a client's key
-_WHITE = 255  # the largest byte
 
 
 class Partitions(NamedTuple):
@@ -51,6 +50,10 @@ def read_partitions(partitioner: Any, x: str, y: str) -> Partitions:
             if name not in partition.column_names:
                 columns = ", ".join(partition.column_names)
                 raise ValueError(f"client {i}: its partition has no column '{name}'; its columns are {columns}")
+        if not len(partition):
+            raise ValueError(
+                f"client {i}: has no train rows, needs at least 1; some partitioners have min_partition_size"
+            )
         arrays, kind = partition.with_format("numpy"), partition.features[x]
         features, labels = (_column(arrays[name], f"client {i}: column '{name}'") for name in (x, y))
         rows.append((_features(features, kind), torch.from_numpy(labels)))
@@ -64,23 +67,27 @@ def _column(values: Iterable[Any], which: str) -> np.ndarray:
     shapes = list(dict.fromkeys(value.shape for value in own))
     if len(shapes) > 1:
         raise ValueError(f"{which} has values of shape {shapes[0]} and of {shapes[1]}; make them of one shape")
-    column = np.stack(own) if own else np.zeros(0)
+    column = np.stack(own)
     if column.dtype.kind not in "iubf":
-        raise ValueError(f"{which} must hold numbers, got {column.flat[0]!r}")
+        raise ValueError(f"{which} must hold numbers, got {next(iter(column.flat), 'nothing')!r}")
     return column
 
 
 def _features(values: np.ndarray, kind: Any) -> Tensor:
-    """Return features; bytes become numbers from 0 to 1, and the channels of an image come first.
+    """Return features; bytes become numbers from 0 to 1, as all pixels do, and the channels of an image come first.
 
     Args:
         values: Of a column.
         kind: What Hugging Face's datasets say about the column. Of arrays only this tells that they were bytes.
     """
-    x = torch.from_numpy(values)
-    if values.dtype == np.uint8 or getattr(kind, "dtype", None) == "uint8":
-        x = x.float() / _WHITE
-    if type(kind).__name__ != "Image":
+    image = type(kind).__name__ == "Image"
+    while (inner := getattr(kind, "feature", None)) is not None:  # of a list
+        kind = inner
+    dtype = np.dtype(np.uint8) if getattr(kind, "dtype", None) == "uint8" else values.dtype
+    if dtype == np.uint8 or (image and dtype.kind == "u"):
+        values = values.astype(np.float32) / np.iinfo(dtype).max
+    x = torch.from_numpy(values.astype(np.float32) if image else values)
+    if not image:
         return x
     return x[:, None] if x.dim() == 3 else x.movedim(-1, 1)
 

@@ -78,6 +78,8 @@ class ClientStep(NamedTuple):
             of a real federation are held to it.
         finish: What clients do to their replies outside of the traced function, where every reply is asked for:
             `finish(replies, keys)` is given the stacked replies of some clients, and the key of each at this moment.
+        as_they_are: Whether it looks at the rows themselves, whatever the task. Else, where the model's first layers
+            are frozen, rows may be what comes out of these, and the task is to go on from there.
 
     Example:
         >>> step = ClientStep(lambda message, local: Reply(message + local.data.x.sum()))
@@ -91,6 +93,7 @@ class ClientStep(NamedTuple):
     secrecy: Mapping[str, Secrecy] = {}
     weights: Weights = "size"
     finish: Callable[[Reply, Sequence[Key]], Reply] | None = None
+    as_they_are: bool = False
 
 
 class Description(Protocol):

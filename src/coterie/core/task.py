@@ -30,7 +30,7 @@ from coterie.core.module import BatchNorm, PureModule, name_of
 from coterie.core.module_task import Apart, ModuleFunctions, PerRow
 from coterie.core.networks import Networks, part
 from coterie.core.pytree import Params, leaves
-from coterie.core.settings import validate
+from coterie.core.settings import check_type, validate
 
 if TYPE_CHECKING:
     from coterie.storage.inputs import Inputs
@@ -176,7 +176,11 @@ class Task:
             check=check_labels,
             mix=mean_probability,
             predict=lambda out: out.argmax(-1),
-            spec={"kind": "classifier", **_spec(module, batch_norm), **({"augment": augment.spec} if augment else {})},
+            spec={
+                "kind": "classifier",
+                **_spec(module, batch_norm),
+                **({"augment": augment.spec} if isinstance(augment, CropFlip) else {}),
+            },
         )
 
     @classmethod
@@ -362,6 +366,7 @@ class Task:
         pure = PureModule(make(0), batch_norm, carry)
         if not pure.kinds.trained:
             raise ValueError(f"Task: {pure.name} has no parameter that could be trained and sent")
+        check_type("Task: augment", augment, CropFlip | None)
         if augment is not None:
             validate(augment)
         functions = ModuleFunctions(make, pure, loss, score or loss, check, mix or mean_output, augment=augment)

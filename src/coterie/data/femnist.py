@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +47,11 @@ def _read(home: Path) -> Federation:
         return _images(read_leaf(home), home)
     if len(compact) == 1:
         return _images(_compact(compact[0]), compact[0])
-    found = f"{home} has {len(compact)} files *.npz, but one is expected" if compact else f"FEMNIST is not in {home}"
+    if compact:
+        raise ValueError(f"{home} has {len(compact)} files *.npz, but one is expected: leave one of them there")
     raise ValueError(
-        f"{found}, and it is not downloaded by itself: make it with {_HOME} (data/femnist/preprocess.sh -s niid --sf "
-        f"0.05 -k 0 -t sample) and put its data/train and data/test in {home}, {NO_DATA}"
+        f"FEMNIST is not in {home}, and it is not downloaded by itself: make it with {_HOME} (data/femnist/"
+        f"preprocess.sh -s niid --sf 0.05 -k 0 -t sample) and put its data/train and data/test in {home}, {NO_DATA}"
     )
 
 
@@ -61,9 +63,12 @@ def _images(federation: Federation, path: Path) -> Federation:
     if shape != (_SIDE**2,):
         raise ValueError(f"{path} is not FEMNIST: rows have shape {shape}, expected ({_SIDE**2},)")
     for part in (federation.train, federation.part("test")):
-        low, high = (int(value) for value in part.y.aminmax())
-        if part.y.is_floating_point() or low < 0 or high >= _CLASSES:
-            raise ValueError(f"{path} is not FEMNIST: labels run from {low} to {high}, expected 0 to {_CLASSES - 1}")
+        if part.y.is_floating_point():
+            raise ValueError(f"{path} is not FEMNIST: labels are not whole numbers")
+        for what, values, most in (("labels", part.y, _CLASSES - 1), ("pixels", part.x, 1)):
+            low, high = (value.item() for value in values.aminmax()) if values.numel() else (0, 0)
+            if low < 0 or high > most:
+                raise ValueError(f"{path} is not FEMNIST: {what} run from {low:g} to {high:g}, expected 0 to {most}")
     return federation.map(square)
 
 
@@ -72,17 +77,39 @@ def _compact(path: Path) -> Federation:
     arrays = read_npz(path)
     if missing := [name for name in _ARRAYS if name not in arrays]:
         raise ValueError(f"{path} has no array {missing[0]}; FEMNIST has {', '.join(_ARRAYS)}")
-    images, labels, writer, split, dup, names = (arrays[name] for name in _ARRAYS)
-    lengths = {len(images), len(labels), len(writer), len(split), len(dup)}
-    if len(lengths) > 1 or images.dtype != np.uint8 or not 0 <= writer.min() <= writer.max() < len(names):
-        raise ValueError(f"{path} is damaged: its arrays do not belong together")
+    images, labels, writer, split, dup, names = _together(path, arrays)
+    here = np.unique(writer[(dup == 0) & (split == 0)])
+    if len(here) < len(names):
+        none = names[np.setdiff1d(np.arange(len(names)), here)[0]]
+        raise ValueError(f"{path}: writer '{none}' has no training rows (split 0, dup 0), needs at least 1")
 
     def part(number: int) -> Packed:
         at = np.flatnonzero((dup == 0) & (split == number))
         at = at[np.argsort(writer[at], kind="stable")]
-        x = torch.from_numpy(images[at].reshape(len(at), -1)).float().div_(255)
+        x = torch.from_numpy(images[at].reshape(len(at), math.prod(images.shape[1:]))).float().div_(255)
         sizes = torch.from_numpy(np.bincount(writer[at], minlength=len(names)))
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
         return Packed(x, torch.from_numpy(labels[at].astype(np.int64)), offsets)
 
     return Federation(part(0), part(1), ids=tuple(str(name) for name in names))
+
+
+def _together(path: Path, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The arrays of a compact file in order, if each has the form that it should have and they belong together."""
+    images, *columns, names = (arrays[name] for name in _ARRAYS)
+    if images.dtype != np.uint8 or images.ndim != 3:
+        given = f"{images.dtype} of shape {images.shape}"
+        raise ValueError(f"{path}: images must be bytes (n, {_SIDE}, {_SIDE}), got {given}")
+    for name, column in zip(_ARRAYS[1:-1], columns, strict=True):
+        if column.shape != (len(images),) or column.dtype.kind not in "iub":
+            given = f"{column.dtype} of shape {column.shape}"
+            raise ValueError(
+                f"{path}: {name} must be one whole number for each of the {len(images)} images, got {given}"
+            )
+    if names.ndim != 1 or names.dtype.kind != "U":
+        raise ValueError(f"{path}: writer_names must be a list of words, got {names.dtype} of shape {names.shape}")
+    writer = arrays["writer"]
+    if len(images) and not 0 <= writer.min() <= writer.max() < len(names):
+        run = f"from {writer.min()} to {writer.max()}"
+        raise ValueError(f"{path} is damaged: writers run {run}, but writer_names has {len(names)}")
+    return images, *columns, names

@@ -8,6 +8,7 @@ LEAF: A Benchmark for Federated Settings
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class _Rows(NamedTuple):
 
 
 @dataset
-def leaf(folder: str) -> Federation:
+def leaf(folder: str | Path) -> Federation:
     """A folder of LEAF's JSON files, `train/*.json` and `test/*.json`: one client per user.
 
     Each file has some of the users. A row of `x` is a list of numbers. Train and test have the same users; a user may
@@ -61,7 +62,7 @@ def read_leaf(folder: Path) -> Federation:
         if len(rows.x) and rows.x.shape[1:] != like.x.shape[1:]:
             widths = f"{rows.x.shape[1]} numbers, those of user '{first}' {like.x.shape[1]}"
             raise ValueError(f"{rows.path}: rows of user '{name}' have {widths}")
-    whole = all(rows.y.dtype.kind in "iub" for rows in train.values())
+    whole = all(rows.y.dtype.kind in "iub" for rows in (*train.values(), *test.values()) if len(rows.y))
 
     def pair(rows: _Rows) -> tuple[Tensor, Tensor]:
         x, y = rows.x.reshape(-1, *like.x.shape[1:]), rows.y.astype(np.int64 if whole else np.float32)
@@ -76,7 +77,8 @@ def _users(folder: Path) -> dict[str, _Rows]:
     """Read the users of all files of a folder."""
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise ValueError(f"{folder} has no file *.json; a folder of LEAF has train/*.json and test/*.json")
+        what = "has no file *.json" if folder.is_dir() else "is not a folder"
+        raise ValueError(f"{folder} {what}; a folder of LEAF has train/*.json and test/*.json")
     users: dict[str, _Rows] = {}
     for path in files:
         for name, rows in _file(path).items():
@@ -91,7 +93,7 @@ def _file(path: Path) -> dict[str, _Rows]:
     try:
         with path.open(encoding="utf-8") as file:
             content = json.load(file, object_hook=_hook)
-    except ValueError as error:  # of JSON or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or of lists in lists in lists
         raise ValueError(f"{path} is not a file of JSON ({error})") from None
     users, data = (content.get(key) if isinstance(content, dict) else None for key in ("users", "user_data"))
     if not isinstance(users, list) or not users or not isinstance(data, dict):
@@ -114,18 +116,27 @@ def _hook(table: dict[str, Any]) -> Any:
     empty = np.zeros(0)
     if len(table["x"]) != len(table["y"]):
         return _Rows(empty, empty, f"has {len(table['x'])} rows of x but {len(table['y'])} of y")
-    try:
-        x, y = np.array(table["x"], dtype=np.float32), np.array(table["y"])
-    except (ValueError, TypeError):
+    x, y = _array(table["x"]), _array(table["y"])
+    if len(table["x"]) and (x is None or x.ndim != 2):
         return _Rows(empty, empty, _reason(table["x"]))
-    if len(x) and (x.ndim != 2 or y.dtype.kind not in "iubf"):
-        what = "x must be lists of numbers" if x.ndim != 2 else f"y must be numbers, got {table['y'][0]!r}"
-        return _Rows(empty, empty, f"has rows that cannot be used: {what}")
-    return _Rows(x, y)
+    if len(table["y"]) and (y is None or y.ndim != 1):
+        told = f"y must be one number for each row, got {reprlib.repr(table['y'][0])}"
+        return _Rows(empty, empty, f"has rows that cannot be used: {told}")
+    with np.errstate(over="ignore"):  # a federation says whose numbers are infinite
+        return _Rows(empty if x is None else x.astype(np.float32), empty if y is None else y)
+
+
+def _array(values: list[Any]) -> np.ndarray | None:
+    """Numbers, or lists of them, as an array; None of anything else."""
+    try:
+        found = np.array(values)
+    except ValueError:  # lists of unequal lengths
+        return None
+    return found if found.dtype.kind in "iubf" else None
 
 
 def _reason(rows: list[Any]) -> str:
     widths = sorted({len(row) for row in rows if isinstance(row, list)})
     if len(widths) > 1:
         return f"has rows of {widths[0]} and of {widths[-1]} numbers"
-    return "has rows that cannot be used: x must be lists of numbers"
+    return f"has rows that cannot be used: x must be lists of numbers, got {reprlib.repr(rows[0])}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from coterie.core.federation import Federation
 from coterie.data.source import dataset
 
 
 @dataset
-def mapped(path: str) -> Federation:
+def mapped(path: str | Path) -> Federation:
     """A federation stored in a folder by `Federation.create`, mapped into memory.
 
     Args:

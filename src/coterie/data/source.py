@@ -10,13 +10,14 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from coterie.core.federation import Array, Federation, Packed
 from coterie.core.key import Key
+from coterie.core.settings import check_type
 
 DATASETS: dict[str, Callable[..., Federation]] = {}
 CHANGES: dict[str, Callable[..., Federation]] = {}
@@ -35,7 +36,8 @@ def dataset(make: Maker) -> Maker:
 
     @functools.wraps(make)
     def noted(*args: Any, **kwargs: Any) -> Federation:
-        return replace(make(*args, **kwargs), source={"name": make.__name__, **_plain_arguments(make, args, kwargs)})
+        given = _arguments(make, args, kwargs)
+        return replace(make(*args, **kwargs), source={"name": make.__name__, **_plain(given)})
 
     DATASETS[make.__name__] = noted
     return noted  # pyright: ignore[reportReturnType] - functools.wraps keeps the signature
@@ -50,10 +52,11 @@ def change(make: Maker) -> Maker:
 
     @functools.wraps(make)
     def noted(federation: Federation, *args: Any, **kwargs: Any) -> Federation:
+        given = _arguments(make, (federation, *args), kwargs)
         made = make(federation, *args, **kwargs)
         if not federation.source:
             return replace(made, source={})
-        entry = {"name": make.__name__, **_plain_arguments(make, (federation, *args), kwargs)}
+        entry = {"name": make.__name__, **_plain(given)}
         return replace(made, source={**federation.source, "change": [*federation.source.get("change", []), entry]})
 
     CHANGES[make.__name__] = noted
@@ -77,7 +80,7 @@ def fetch(name: str, url: str, sha256: str) -> Path:
     path = folder() / name
     if not path.exists():
         keep(path, download(name, url, sha256))
-    _verify(path.read_bytes(), sha256, str(path), "sha256")
+    _verify(_content(path), sha256, str(path), "sha256")
     return path
 
 
@@ -112,6 +115,13 @@ def keep(path: Path, content: bytes) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")  # several processes may write it at the same time
     part.write_bytes(content)
     part.replace(path)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _verify(content: bytes, digest: str, where: str, kind: str) -> None:
@@ -184,11 +194,17 @@ def _even(rows: int, clients: int) -> Tensor:
     return torch.tensor([rows // clients + (i < rows % clients) for i in range(clients)])
 
 
-def _plain_arguments(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, if all are of the types that they should be."""
     bound = inspect.signature(make).bind(*args, **kwargs)
     bound.apply_defaults()
-    return {
-        n: list(v) if isinstance(v, tuple) else v
-        for n, v in bound.arguments.items()
-        if v is not None and not isinstance(v, Federation)
-    }
+    hints = get_type_hints(make)
+    for name, value in bound.arguments.items():
+        check_type(f"{make.__name__}: {name}", value, hints[name])
+    return bound.arguments
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as a configuration has them."""
+    plain = {n: list(v) if isinstance(v, tuple) else v for n, v in arguments.items() if not isinstance(v, Federation)}
+    return {n: str(v) if isinstance(v, Path) else v for n, v in plain.items() if v is not None}

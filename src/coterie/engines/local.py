@@ -170,8 +170,9 @@ class LocalEngine(Engine):
         """What the clients at these positions may look at in each stage, stacked and padded."""
         clients, kept = exchange.clients[at], exchange.ledger.memory
         memory = stack_padded([kept.get(i, ()) for i in clients.tolist()]) if kept else ()
+        rows = [self.store.rows(stage.part, clients, as_they_are=stage.step.as_they_are) for stage in stages]
         return tuple(
-            Local(self.store.rows(stage.part, clients), self._draws(stage, exchange, at), memory) for stage in stages
+            Local(own, self._draws(stage, exchange, at), memory) for own, stage in zip(rows, stages, strict=True)
         )
 
     def _draws(self, stage: Stage, exchange: Exchange, at: Tensor) -> Any:

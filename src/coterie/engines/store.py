@@ -81,15 +81,20 @@ class Store:
         if self.features is not None:
             self.features.see(part, clients)
 
-    def rows(self, part: str, clients: Tensor) -> Data:
+    def rows(self, part: str, clients: Tensor, *, as_they_are: bool = False) -> Data:
         """The rows of these clients as one `Data` (c, n, …) with n the size of the largest.
 
         They may be views of a mapped file, whose memory is given back when the next clients are asked for.
+
+        Args:
+            part: "train" or "test".
+            clients: Whose.
+            as_they_are: Not what stands for them.
         """
         if self._lent is not None:
             packed, rows = self._lent
             packed.forget(rows.start, rows.stop)
-        packed = self._resident(part)
+        packed = self.federation.part(part) if as_they_are and self.features else self._resident(part)
         start = packed.offsets[clients]
         sizes = packed.offsets[clients + 1] - start
         c, width = len(clients), max(1, int(sizes.max()))

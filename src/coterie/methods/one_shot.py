@@ -105,6 +105,8 @@ class OneShot(LocalTraining, ServerStep, Doubting):
             some, solved, weight = self._solved(begin, cohort)  # lines 2-3
             apart = squared_distances({n: x for n, x in solved.items() if n not in task.moving}).sqrt()
         own = self._grouped(apart.numpy(), some.numbers, key)  # line 4
+        if self.k and (found := int(own.max()) + 1) < self.k:
+            cohort.log(f"OneShot: {found} clusters in place of k={self.k}: too few clients differ from each other")
         weight = leaves(solved)[0].new_ones(len(own)) if weight is None else weight
         theta = averages(solved, weight, own == torch.arange(int(own.max()) + 1)[:, None])  # line 5
         labels = torch.full((cohort.population,), -1)
@@ -141,7 +143,7 @@ class OneShot(LocalTraining, ServerStep, Doubting):
             rank = (size > NO_RANK * size[0]).sum()
             return Reply({"vectors": vectors[: self.directions].to(local.data.x.dtype)}, note={"rank": rank})
 
-        return ClientStep(run)
+        return ClientStep(run, as_they_are=True)
 
     @client_step
     def step(self, task: Task) -> Train:

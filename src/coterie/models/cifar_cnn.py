@@ -49,6 +49,8 @@ class CifarCNN(nn.Module):
         hidden: tuple[int, int] = (384, 192),
     ) -> None:
         super().__init__()
+        if len(shape) != 3:
+            raise ValueError(f"CifarCNN: shape must be channels, height and width, got {list(shape)}")
         depth, height, width = shape
         if min(height, width) < 4 or height % 4 or width % 4:
             raise ValueError(f"CifarCNN: height and width must be multiples of 4, got {height} and {width}")

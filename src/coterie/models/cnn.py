@@ -34,6 +34,12 @@ class CNN(nn.Module):
             "name": "cnn", "shape": list(shape), "classes": classes, "channels": list(channels), "kernel": kernel,
             "hidden": hidden,
         }  # fmt: skip
+        if len(shape) != 3:
+            raise ValueError(f"CNN: shape must be channels, height and width, got {list(shape)}")
+        if min(classes, hidden, *channels) < 1:
+            raise ValueError(
+                f"CNN: classes, hidden and channels must be at least 1, got {classes}, {hidden}, {channels}"
+            )
         depth, height, width = shape
         if min(height, width) < (least := 2 ** len(channels)):
             raise ValueError(f"CNN: an image must be at least {least} wide and high to be halved {len(channels)} times")

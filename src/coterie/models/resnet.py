@@ -45,8 +45,9 @@ class ResNet(nn.Module):
 
     def __init__(self, depth: int, classes: int, width: int = 32, blocks: int = 3, groups: int = 4) -> None:
         super().__init__()
-        if blocks < 1:
-            raise ValueError(f"ResNet: blocks must be at least 1, got {blocks}")
+        for what, number in (("depth", depth), ("classes", classes), ("blocks", blocks)):
+            if number < 1:
+                raise ValueError(f"ResNet: {what} must be at least 1, got {number}")
         if groups < 1 or width < 1 or width % groups:
             raise ValueError(f"ResNet: width must be a positive multiple of groups, got {width} and {groups}")
         self.spec = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from coterie.core.engine import Engine
@@ -13,6 +12,7 @@ from coterie.core.federation import Federation, Packed
 from coterie.core.key import Key
 from coterie.core.pytree import Params
 from coterie.core.task import Task
+from coterie.storage.packed import raw_bytes
 
 WHOLE = 64 * 2**20  # bytes of rows up to which all are hashed; of more, one row per client
 SAMPLED = 100_000  # clients of whom a row is hashed, evenly spaced
@@ -37,7 +37,11 @@ def fingerprint(engine: Engine) -> dict[str, str]:
 def difference(before: dict[str, str], now: dict[str, str]) -> str | None:
     """What has changed, in words; None if nothing has that both know of."""
     both = [name for name in WHAT if name in before and name in now]
-    return next((WHAT[name] for name in both if before[name] != now[name]), None)
+    found = next((name for name in both if before[name] != now[name]), None)
+    if found == "parameters" and ("frozen" in before) != ("frozen" in now):
+        frozen = "some of its layers are frozen" if "frozen" in before else "none of its layers is frozen"
+        return f"another model: {frozen}, other than in this task; ct.freeze makes a task with frozen layers"
+    return found and WHAT[found]
 
 
 def _of_clients(federation: Federation) -> dict[str, str]:
@@ -48,7 +52,7 @@ def _of_clients(federation: Federation) -> dict[str, str]:
             clients.update(part.offsets.numpy().tobytes())
             for values in _looked_at(part):
                 rows.update(f"{values.dtype}{tuple(values.shape[1:])}".encode())
-                rows.update(values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+                rows.update(raw_bytes(values))
     return {"clients": clients.hexdigest(), "rows": rows.hexdigest()}
 
 
@@ -81,5 +85,5 @@ def digest(values: Params) -> str:
     hashed = hashlib.blake2b(digest_size=16)
     for name in sorted(values):
         hashed.update(name.encode())
-        hashed.update(values[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        hashed.update(raw_bytes(values[name]))
     return hashed.hexdigest()

@@ -9,6 +9,7 @@ import torch
 
 from coterie.core.freezing import check_head, frozen, trunk_of
 from coterie.core.pytree import Params
+from coterie.core.settings import check_type
 from coterie.core.task import Task
 from coterie.runs.fingerprint import digest
 from coterie.runs.run import Run
@@ -37,9 +38,11 @@ def freeze(run: Run, head: str | Sequence[str]) -> Task:
     """
     if not isinstance(run, Run):
         raise ValueError(f"freeze: run must be what fit returned, got a {type(run).__name__}")
+    check_type("freeze: head", head, str | tuple[str, ...])
     names = (head,) if isinstance(head, str) else tuple(head)
     if run.task.functions is None:
-        raise ValueError("freeze: the run has no module here: load it with its task, ct.load(folder, task=…)")
+        what = "the run has no module here: load it with its task, ct.load(folder, task=…), if it has one"
+        raise ValueError(f"freeze: {what}")
     check_head(run.task.functions.make(0), names)
     trunks = [trunk_of(model, names) for model in run.models]
     for other in trunks[1:]:

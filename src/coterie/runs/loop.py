@@ -32,6 +32,7 @@ log = logging.getLogger("coterie")
 
 LISTED = 100  # clusters at most whose members and scores are listed in every row of the history
 
+_SINGULAR = "a model has a matrix without an inverse"
 START, CLIENTS = 0, 1  # streams under the run's key
 
 
@@ -147,6 +148,9 @@ class Loop:
             state = self.membership.perform(lambda cohort: self.method.start(cohort.task, cohort.at(0), first), unit=0)
         except Spent as why:
             raise ValueError(f"{why}: the start alone takes more than the budget") from None
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+            hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
+            raise ValueError(f"the start diverges: {_SINGULAR}; {hint}") from error
         state = to_device(state, self.cohort.engine.device)
         if bad := self._not_finite(state):
             hint = sanity.HELP + sanity.scale_hint(self.cohort.engine)
@@ -169,7 +173,7 @@ class Loop:
                 before, seconds = (0, 0), seconds + self.start_seconds
             row = self._row(t, state, report, seconds)
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-            raise self._diverged(t, "a model has a matrix without an inverse") from error
+            raise self._diverged(t, _SINGULAR) from error
         row["bytes_down"] = self.cohort.ledger.bytes_down - before[0]
         row["bytes_up"] = self.cohort.ledger.bytes_up - before[1]
         if left_out := self.cohort.ledger.left_out:

@@ -17,6 +17,20 @@ Name = Callable[[int], str]  # the name of client i in messages
 PIECE = 8 * 2**20  # bytes of rows that are processed at a time
 
 
+def raw_bytes(x: Tensor) -> bytes:
+    """The numbers of a tensor as bytes, in the order of its axes, wherever they lie in memory.
+
+    Args:
+        x: The tensor.
+
+    Example:
+        >>> raw_bytes(torch.tensor([[97, 98]], dtype=torch.uint8).T)
+        b'ab'
+    """
+    in_order = x.cpu().clone(memory_format=torch.contiguous_format)  # `contiguous` leaves an axis of length 1 as it is
+    return in_order.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 class Packed(NamedTuple):
     """The rows of all clients one after the other; client i owns rows offsets[i] to offsets[i+1]."""
 
