@@ -32,7 +32,7 @@ def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch,
     ways = {"loop", "sequential", "vmap", "vectorised", "floor"}
     found = {w: {r["way"] for r in rows if r["workload"] == w} for w in works}
     frozen = [w for w in works if "frozen" in w]
-    assert len(works) == 8 and len(frozen) == 1
+    assert len(works) == 9 and len(frozen) == 1
     assert found == {w: {*ways, "vectorised, no features"} if w in frozen else ways for w in works}
     assert all(r["max_rel_diff"] < 1e-3 for r in rows if r["way"] != "floor")
     assert {r["other_labels"] for r in rows if r["way"] in ("sequential", "vmap", "vectorised")} == {0}
@@ -97,6 +97,7 @@ def test_only_a_peer_that_knows_clusters_is_asked_for_them(monkeypatch):
 def test_the_floor_counts_the_operations_of_the_papers_workload(monkeypatch):
     monkeypatch.setattr(speed, "LARGE", {"cpu": 500})
     assert 0.044e12 < gram_flops(480, 4) < 0.046e12
+    assert gram_flops(480, 1, batch=10) < gram_flops(480, 1) / 1.3
     assert product_rate(torch.device("cpu")) > 1e9
 
 

@@ -12,9 +12,10 @@ from coterie.core.first_layer import FirstLinear, Head
 from coterie.core.key import Key
 from coterie.core.module_task import ModuleFunctions
 from coterie.core.pytree import flat, leaves, tree_map
-from coterie.core.train import Descend, Train
+from coterie.core.train import Descend, Models, Train
 from coterie.engines import simulated
 from coterie.engines.descent import Work, descend
+from coterie.engines.fused import batches_pay
 from coterie.engines.graphs import Recording, Replayed
 from coterie.engines.kernels import descend_on_chip, fits
 
@@ -207,15 +208,84 @@ def test_recorded_steps_equal_plain_ones(monkeypatch, clients):
     assert torch.equal(*ends)
 
 
-def test_minibatches_and_fresh_rows_are_described_but_not_fused(ragged):
+@pytest.fixture
+def short(ragged):
+    """Nine clients of 5 to 61 rows, so of fewer rows than features, in three groups."""
+    return ragged.select(range(9))
+
+
+def test_fresh_rows_gradients_of_minibatches_and_few_steps_are_described_but_not_fused(short):
     task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
-    drawn = (ct.IFCA(2, batch=4), ct.IFCA(2, resample=2), ct.FedAvg(batch=3))
-    for algorithm in (ct.IFCA(2), ct.IFCA(2, restarts=2), *drawn):
-        step = algorithm.step(task)
-        assert isinstance(step, Train) and step.same_rows == (algorithm not in drawn)
-        ledger = after("vectorised", algorithm, task, ragged, 1)[3]
+    left = (
+        ct.IFCA(2, resample=2),
+        ct.IFCA(2, average="gradient", batch=4),
+        ct.FedAvg(tau=1, batch=3),
+        ct.FedAvg(batch=4, optimiser=ct.Adam()),
+    )
+    for algorithm in (ct.IFCA(2), ct.IFCA(2, restarts=2), ct.FedAvg(tau=20, batch=4), *left):
+        assert isinstance(algorithm.step(task), Train)
+        ledger = after("vectorised", algorithm, task, short, 1)[3]
         ran = [name for name in ledger.chunks if f"{type(algorithm).__name__}.step" in name]
-        assert ran and all(name.startswith("fused") == step.same_rows for name in ran)
+        assert ran and all(name.startswith("fused") == (algorithm not in left) for name in ran)
+
+
+MANY = {"tau": 30, "batch": 4}  # steps enough for minibatches to be fused
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [ct.IFCA(3, init=SHORT, **MANY), ct.IFCA(3, init=SHORT, epochs=2, batch=3, fraction=0.6, weights="size"),
+     ct.IFCA(2, restarts=3, init="random", epochs=3, batch=4), ct.FedAvg(prox=0.5, epochs=4, batch=5),
+     ct.FedAvg(**MANY), ct.LocalOnly(**MANY)],
+    ids=["ifca", "sampled", "restarts", "fedprox", "fedavg", "local"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "module", [deep(64, 10), ct.models.MLP(64, 32, 10), ct.models.Linear(64, 10)], ids=["traced", "by-hand", "logits"]
+)
+def test_minibatches_on_ragged_clients_equal_the_reference(algorithm, module, short):
+    """Shorter last batches, clients with fewer batches than others, rows held out."""
+    task = ct.Task.classifier(module)
+    models, labels, loss, ledger = after("vectorised", algorithm, task, short, 5)
+    reference, truth, slow, other = after("sequential", algorithm, task, short, 5)
+    assert any(name.startswith(f"fused {type(algorithm).__name__}.step") for name in ledger.chunks)
+    assert float((flat(models) - flat(reference)).abs().max() / flat(reference).abs().max()) < 1e-4
+    assert torch.equal(labels, truth) and torch.allclose(loss, slow, atol=1e-5)
+    assert (ledger.bytes_down, ledger.bytes_up) == (other.bytes_down, other.bytes_up)
+
+
+@pytest.mark.parametrize(("send", "bound"), [("model", None), ("change", None), ("change", 0.1)])
+@pytest.mark.parametrize("full_loss", [True, False])
+def test_what_a_step_says_of_its_reply_holds_for_minibatches(send, full_loss, bound, short):
+    task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+    step = Train(Descend(20, batch=4), send=send, full_loss=full_loss, bound=bound)
+    message = Models(task.init(Key.of(0)), torch.tensor(0.1))
+    replies = []
+    for executor in ("vectorised", "sequential"):
+        cohort = simulated(short, task, Key.of(0), executor=executor).at(0)
+        replies.append(cohort.gather(lambda task: step, message))
+        assert executor == "sequential" or any(name.startswith("fused") for name in cohort.ledger.chunks)
+    for fast, slow in zip(leaves(replies[0]), leaves(replies[1]), strict=True):
+        assert torch.allclose(fast, slow, atol=1e-5)
+
+
+def test_squared_loss_on_minibatches_without_a_bias():
+    federation, task = ct.data.linear_mixture(12, 8, 20, 2), ct.Task.regressor(ct.models.Linear(20, 1, bias=False))
+    fast, slow = (
+        after(e, ct.FedAvg(lr=0.02, tau=9, batch=3), task, federation, 6) for e in ("vectorised", "sequential")
+    )
+    assert any(name.startswith("fused") for name in fast[3].chunks)
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("by", "rows", "kept", "pays"),
+    [(Descend(10, batch=10), 50, True, True), (Descend(10, batch=10), 784, True, False),
+     (Descend(5, batch=10), 300, True, False), (Descend(1, batch=10, epochs=1), 300, False, True),
+     (Descend(1, batch=50, epochs=1), 300, False, False)],
+    ids=["few-rows", "as-many-as-features", "few-steps", "epoch", "gram-each-round"],
+)  # fmt: skip
+def test_minibatches_are_fused_where_that_is_less_work(by, rows, kept, pays):
+    assert batches_pay(by, rows, 784, 200, kept=kept) is pays
 
 
 def test_what_does_not_fit_is_made_anew_and_the_log_says_so(monkeypatch):

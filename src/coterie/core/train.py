@@ -251,11 +251,6 @@ class Train:
         """Share of each client's rows that is kept out of training."""
         return self.rows.holdout if self.rows else 0.0
 
-    @property
-    def same_rows(self) -> bool:
-        """Whether a client trains on the same rows in every step and every round."""
-        return self.by.batch is None and (self.rows is None or self.rows.fresh is None)
-
     def derive(self, task: Task) -> ClientStep:
         """What one client does: the reference."""
         self._check(task)

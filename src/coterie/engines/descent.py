@@ -1,4 +1,4 @@
-"""Full-batch descent of many clients at once, from z = XWᵀ + b on; `coterie.engines.fused` says why that is enough.
+"""Descent of many clients at once, from z = XWᵀ + b on; `coterie.engines.fused` says why that is enough.
 
 Throughout, c is the clients of a chunk, r the starts that run side by side, b all c·r of them.
 """
@@ -87,6 +87,44 @@ def descend(split: FirstLinear, by: Descend | Gradient, work: Work) -> Moved:
         rest = tree_map(lambda p, g: torch.addcmul(p, g, work.lr, value=-1), rest, own)
         side.step(at_z, last=q == by.tau - 1)
     return _by_start(side.moved(rest, loss), starts)
+
+
+def descend_in_batches(split: FirstLinear, by: Descend, work: Work, batches: Tensor) -> Moved:
+    """A step of every client and start on each of its minibatches, in the dual form.
+
+    A step on the rows of a minibatch changes these rows of B alone; z of the next ones is made of all of B.
+
+    Args:
+        split: The model taken apart.
+        by: How to step; τ and epochs are in `batches`.
+        work: What clients train on; z stays as it is, and there is a kernel.
+        batches: Row numbers of every step's minibatch (c, τ, size); -1 is no row, and a step without rows is none.
+    """
+    assert work.kernel is not None
+    starts = work.z.shape[1]
+    gradients, rest = gradients_of(split), tree_map(lambda p: p.flatten(0, 1), work.rest)
+    z, each = work.z.flatten(0, 1), _each_start(batches, starts)
+    client = torch.arange(len(batches), device=z.device).repeat_interleave(starts)[:, None]
+    moved, begin, loss = torch.zeros_like(z), rest, z.new_zeros(len(z))
+    for q, at in enumerate(each.unbind(1)):
+        real, rows = at >= 0, at.clamp(min=0)
+        shares = real / real.sum(1, keepdim=True).clamp(min=1)
+        where = rows[..., None].expand(-1, -1, z.shape[2])
+        now_z = torch.baddbmm(z.gather(1, where), work.kernel[client, rows], moved)
+        at_z, own, now = gradients(rest, now_z, work.y[client, rows], shares)
+        loss = now if q == 0 else loss
+        if by.prox:
+            pull = by.prox * real.any(1).float()
+            own = tree_map(lambda g, p, p0, pull=pull: g + _along(pull, p) * (p - p0), own, rest, begin)
+            moved *= 1 - work.lr * _along(pull, moved)
+        rest = tree_map(lambda p, g: torch.addcmul(p, g, work.lr, value=-1), rest, own)
+        moved.scatter_add_(1, where, at_z.mul_(-work.lr))
+    return _by_start(Moved(moved, None, rest, loss), starts)
+
+
+def _along(each: Tensor, like: Tensor) -> Tensor:
+    """A number for each of the first axis (b,), to be multiplied with (b, …)."""
+    return each.reshape(-1, *[1] * (like.dim() - 1))
 
 
 class _Dual:

@@ -1,4 +1,4 @@
-"""Full-batch local training without a weight matrix per client: exact, and many times faster than one step at a time.
+"""Local training without a weight matrix per client: exact, and many times faster than one step at a time.
 
 A client has X (n × d), and its model starts with z = XWᵀ + b. The gradient with respect to W is GᵀX, where G (n × h)
 is the gradient at z. So after any number of full-batch steps W = W⁰ + BᵀX and b = b⁰ + Bᵀ1, where B (n × h) has
@@ -9,7 +9,8 @@ collected the G's, and
 z⁰ was computed when the client chose its cluster, the Gram matrix X Xᵀ (n × n) once per run, and the sum of many
 clients' new W is one product Σ BᵢᵀXᵢ. For n < d no client ever has a W of its own: the *dual* form. For n ≥ d it is
 cheaper to keep W, batched over clients: the *primal* form. Where nothing comes after z and the loss is squared, all τ
-steps are one linear map of the residuals, made once for a step size: the *closed* form.
+steps are one linear map of the residuals, made once for a step size: the *closed* form. A step on a minibatch changes
+its rows of B alone, and is taken in the dual form, on a CPU, where that pays.
 
 A `Train` step is recognised by its description, never a method. Throughout, c is the clients of a chunk, r the starts
 that run side by side, s the models that were sent.
@@ -28,23 +29,32 @@ from coterie.core.engine import Exchange
 from coterie.core.first_layer import FirstLinear
 from coterie.core.pytree import Params, nbytes, take, tree_map
 from coterie.core.step import Reply, step_name
-from coterie.core.sums import Sums, weighted_sums
 from coterie.core.task import Data
-from coterie.core.train import Descend, Models, Train
+from coterie.core.train import Descend, Gradient, Models, Train
 from coterie.engines.chunks import Chunks, Ways
-from coterie.engines.descent import Moved, Work, descend, leap, leap_pays, reach_of, reach_side, shortened
+from coterie.engines.descent import (
+    Moved,
+    Work,
+    descend,
+    descend_in_batches,
+    leap,
+    leap_pays,
+    reach_of,
+    reach_side,
+    shortened,
+)
 from coterie.engines.graphs import Replayed
 from coterie.engines.kernels import descend_by_turns, descend_on_chip, fits, turns
 from coterie.engines.local import LocalEngine, Part
 from coterie.engines.products import Factor
+from coterie.engines.sent import Sent
 from coterie.engines.store import Kept
+from coterie.engines.trained import Trained, members
 
 CACHED = 48 * 2**20  # bytes of work per chunk on a CPU, where a chunk should stay in the cache
-NARROW = 8  # outputs of all models together up to which all rows are multiplied, with 0 for models they did not take
 FEW = 64  # up to so many models, clients with the same one share a product
 LARGE = 2**23  # numbers in z from which on a GPU is busy for longer than it takes to tell it what to do
 NOT_LINEAR = "the model's first layer is not a linear map of the rows, or the model has dropout, BatchNorm or crops"
-RUN = 4  # clients in a row with one model, on average, for which a product of their own pays
 
 
 class Fused:
@@ -57,7 +67,7 @@ class Fused:
 
     def __init__(self, engine: LocalEngine, chunks: Chunks) -> None:
         self.engine, self.chunks, self.device = engine, chunks, engine.device
-        self._known: dict[tuple[str, str | None], FirstLinear | None] = {}  # by step, and why it is not fused
+        self._known: dict[tuple[str, str | None, bool], FirstLinear | None] = {}
         self._replayed = Replayed(descend) if self.device.type == "cuda" else descend
 
     def match(self, exchange: Exchange) -> Match | None:
@@ -67,7 +77,7 @@ class Fused:
             return None
         if exchange.part != "train" or exchange.first or message.lr_each:
             return None
-        split = self._split(step_name(exchange.step), exchange, step)
+        split = self._split(exchange, step, message)
         return split and Match(split, Sent.of(message, step, exchange.rows))
 
     def parts(self, exchange: Exchange, match: Match) -> Iterator[Part]:
@@ -113,8 +123,9 @@ class Fused:
         data = data._replace(x=data.x.flatten(2), mask=mask)
         with engine.arithmetic():
             factor = self._factor(data.x, exchange, clients)
+            loss = None
             if sent.rows is None:
-                z, label = choose(split, sent, data, factor)
+                z, label, loss = choose(split, sent, data, factor)
             else:
                 label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
                 z = first_product(split, sent.models, data.x, label, factor)
@@ -123,7 +134,10 @@ class Fused:
         kernel = self._kernel(split, data.x, exchange, clients)
         work = Work(data.x, data.y, row_shares(data), z.float(), kernel, rest, sent.lr)
         with engine.arithmetic(), torch.autocast(self.device.type, enabled=False):  # many small steps: no bfloat16 here
-            moved = self._move(split, sent.step, work, exchange, clients)
+            if sent.step.by.batch is None:
+                moved = self._move(split, sent.step, work, exchange, clients)
+            else:
+                moved = self._move_in_batches(split, sent.step, work, loss, exchange, at)
         if sent.step.send == "change":
             moved = moved._replace(rest=tree_map(torch.sub, moved.rest, rest))
         if sent.step.bound is not None:
@@ -182,6 +196,17 @@ class Fused:
                     return leap(work, reach)
         return (self._replayed if work.z.numel() < LARGE else descend)(split, by, work)
 
+    def _move_in_batches(
+        self, split: FirstLinear, step: Train, work: Work, loss: Tensor | None, exchange: Exchange, at: Tensor
+    ) -> Moved:
+        """Train on minibatches. The loss is that with which a model was chosen, on all rows; else as the step says."""
+        assert isinstance(step.by, Descend)
+        if loss is None and step.full_loss:
+            loss = (each_loss(split, work.rest, work.z, work.y) * work.shares[:, None]).sum(2)
+        drawn = self.engine.draws(self.engine.stages(exchange)[-1], exchange, at)
+        moved = descend_in_batches(split, step.by, work, drawn["batches"])
+        return moved if loss is None else moved._replace(loss=loss)
+
     def _kept(
         self, name: tuple[Any, ...], exchange: Exchange, clients: Tensor, size: int, make: Callable[[], Kept]
     ) -> Kept | None:
@@ -196,29 +221,59 @@ class Fused:
             return sizes.to(self.device, torch.float32)[:, None].expand(like.shape)
         return torch.ones(like.shape, device=self.device)
 
-    def _split(self, name: str, exchange: Exchange, step: Train) -> FirstLinear | None:
+    def _split(self, exchange: Exchange, step: Train, message: Models) -> FirstLinear | None:
         """The model taken apart, if this model's steps can be fused; the log says once whether they are."""
+        name, rows = step_name(exchange.step), self.engine.store.part("train")
         why = self._why_not(step)
-        if (name, why) not in self._known:
-            engine, rows = self.engine, self.engine.store.part("train")
-            split = None if why else engine.work.first_layer(rows.x[:2].cpu())
-            self._known[name, why] = split
+        known = name, why, exchange.everybody or step.by.batch is None
+        if known not in self._known:
+            split = None if why else self.engine.work.first_layer(rows.x[:2].cpu())
             n, d = int(rows.sizes.max()), rows.x[0].numel()
+            if split and step.by.batch is not None:
+                h = message.theta[split.weight].shape[-2]
+                if not batches_pay(step.by, n, d, h, kept=exchange.everybody):
+                    split, why = None, f"clients have up to {n} rows of {d} numbers, and minibatches of {step.by.batch}"
             form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
-            closed = ", or closed form where that pays" if split and split.squared else ""
+            closed = ", or closed form where that pays" if split and split.squared and step.by.batch is None else ""
             said = f"fused ({form}{closed})" if split else f"not fused: {why or NOT_LINEAR}"
             exchange.ledger.messages.append(f"vectorised: {name}: {said}")
-        return self._known[name, why]
+            self._known[known] = split
+        return self._known[known]
 
     def _why_not(self, step: Train) -> str | None:
         """Why a step cannot be fused, whatever the model."""
         if self.engine.uplink.transforms:
             return "the uplink changes every reply"
-        if not step.same_rows:
-            return "clients train on other rows from step to step"
+        if step.rows and step.rows.fresh:
+            return "clients train on other rows from round to round"
         if not step.by.plain:
             return "steps are more than the gradient: there is an optimiser or a limit to the gradient's length"
+        if step.by.batch is not None and isinstance(step.by, Gradient):
+            return "clients send the gradient on one minibatch"
+        if step.by.batch is not None and self.device.type != "cpu":
+            return "minibatches are fused on a CPU only"
         return None
+
+
+def batches_pay(by: Descend | Gradient, n: int, d: int, h: int, *, kept: bool) -> bool:
+    """Whether the dual form is faster for minibatches than weights of each client, which every step reads and writes.
+
+    z⁰ and the sum are of all rows, however few a client trains on, and so is the Gram matrix; a step on a matrix of its
+    own takes the longer for each operation the fewer rows it has. The 30 was found with 10 and 50 rows on a CPU.
+
+    Args:
+        by: How clients train.
+        n: Rows of the largest client.
+        d: Numbers of a row.
+        h: Outputs of the first layer.
+        kept: Whether Gram matrices are kept from round to round.
+    """
+    if n >= d or by.batch is None:
+        return False
+    batch = min(by.batch, n)
+    rows = by.steps(n) * batch
+    dual = 4 * n * d * h + 2 * rows * n * h + (0 if kept else 2 * n * n * d)
+    return dual <= (1 + 30 / batch) * 4 * rows * d * h
 
 
 class Match(NamedTuple):
@@ -228,144 +283,8 @@ class Match(NamedTuple):
     sent: Sent
 
 
-class Sent(NamedTuple):
-    """What clients were sent, in one form for all `Train` steps."""
-
-    step: Train
-    models: Params  # (s, …)
-    rows: Tensor | None  # the model of every client and start (clients, r); None to choose
-    lr: Tensor
-    label: Tensor | None  # of every model (s,)
-
-    @classmethod
-    def of(cls, message: Models, step: Train, rows: Any) -> Sent:
-        """Read a message as the step says."""
-        theta, lr = message.theta, message.lr
-        assert isinstance(lr, Tensor)  # every `Train` step needs one
-        if not step.choose:
-            label = message.label if isinstance(message.label, Tensor) else None
-            if not isinstance(rows, Tensor):
-                theta, rows = tree_map(lambda x: x[None], theta), torch.zeros(1, 1, dtype=torch.long)
-            return cls(step, theta, rows.reshape(len(rows), -1), lr, label)
-        common = message.common
-        if step.starts is None:
-            theta, common = tree_map(lambda x: x[None], (theta, common))
-        common = {n: x[:, None].expand(-1, step.k, *x.shape[1:]) for n, x in common.items()}
-        models = tree_map(lambda x: x.flatten(0, 1), {**theta, **common})
-        return cls(step, models, None, lr, torch.arange(step.k, device=lr.device).repeat(step.starts or 1))
-
-    def in_order(self, slots: int) -> bool:
-        """Whether model s belongs to slot s; it need not where clients were sent some of all models only."""
-        if self.rows is None or self.label is None:
-            return True
-        k = slots if self.step.starts is None else self.step.k
-        return torch.equal(self.label.cpu(), torch.arange(slots) % k)
-
-    def slots(self, took: Tensor) -> Tensor:
-        """The slots of clients and starts that took these models (c, r)."""
-        if self.label is None:
-            return torch.zeros_like(took)
-        first = 0 if self.step.starts is None else self.step.k * torch.arange(took.shape[1], device=took.device)
-        return first + self.label[took]
-
-    def by_slot(self, sums: Sums, took: Tensor, slots: int) -> Sums:
-        """Sums by model as sums by slot, where clients took these models (c, r)."""
-        taken = took.unique()
-        at = torch.zeros(len(sums.weight), dtype=torch.long, device=took.device)
-        at = at.index_put_((took,), self.slots(took))[taken]
-
-        def placed(x: Tensor) -> Tensor:
-            return x.new_zeros(slots, *x.shape[1:]).index_copy_(0, at, x[taken])
-
-        return Sums(tree_map(placed, sums.update), placed(sums.weight), sums.note)
-
-    def note(self, trained: Trained) -> dict[str, Tensor]:
-        """The clients' diagnostics."""
-        note = {"loss": trained.moved.loss}
-        note |= trained.notes
-        if self.label is not None:
-            note["label"] = self.label[trained.label]
-        return note if self.step.starts is not None else {name: x[:, 0] for name, x in note.items()}
-
-
-class Trained(NamedTuple):
-    """What a chunk of clients ends with."""
-
-    x: Tensor  # (c, n, d)
-    rows: Factor  # the same rows as one long list (c·n, d)
-    moved: Moved
-    label: Tensor  # the model each took (c, r)
-    notes: dict[str, Tensor]  # about rows that were held out, and about how far the model has moved (c, r)
-    based: bool  # whether what moved is to be added to W⁰ and b⁰, or is itself the answer (a gradient)
-
-    def models(self, split: FirstLinear, start: Params) -> Params:
-        """Every client's model (c, r, …)."""
-        first, bias = self.moved.first, self.moved.bias
-        own = {**self.moved.rest, split.weight: first if bias is not None else first.transpose(2, 3) @ self.x[:, None]}
-        if split.bias:
-            own[split.bias] = first.sum(2) if bias is None else bias
-        if self.based:
-            own |= {n: own[n] + take(start[n], self.label) for n in (split.weight, split.bias) if n}
-        return {n: own[n] for n in start}
-
-    def sums(self, split: FirstLinear, start: Params, weight: Tensor, moved: Tensor | None) -> Sums:
-        """Σ weight · model over the clients that took each model (s, …), where W moved by what `rows_sum` says."""
-        first, bias = self.moved.first, self.moved.bias
-        each = {**self.moved.rest}
-        if split.bias:
-            each[split.bias] = first.sum(2) if bias is None else bias
-        if bias is not None:
-            each[split.weight] = first
-        flattened = tree_map(lambda x: x.flatten(0, 1), each)
-        own, count = weighted_sums(self.label, weight, len(start[split.weight]), flattened)
-        if moved is not None:
-            own[split.weight] = moved
-        for n in (split.weight, split.bias) if self.based else ():
-            if n:
-                own[n] = own[n] + count.reshape(-1, *[1] * (start[n].dim() - 1)) * start[n]
-        return Sums({n: own[n] for n in start}, count, {})
-
-    def rows_sum(self, weight: Tensor, like: Tensor) -> Tensor | None:
-        """Σ weight · BᵀX over the clients that took each model: few large products over many clients' rows.
-
-        None in the primal form, where every client has its own ΔW.
-        """
-        if self.moved.bias is not None:
-            return None
-        own = self.moved.first * weight[..., None, None]
-        if like[:, :, 0].numel() <= NARROW:
-            took = self.label[..., None] == torch.arange(len(like), device=own.device)  # (c, r, s)
-            spread = own[:, :, :, None].where(took[:, :, None, :, None], 0).sum(1)  # (c, n, s, h)
-            return (spread.flatten(0, 1).flatten(1).T @ self.x.flatten(0, 1)).reshape(like.shape)
-        total = torch.zeros_like(like)
-        for s, at, r in _members(self.label):
-            self._rows_of(at).add_after(total[s], own[at, r].flatten(0, 1).T)
-        return total
-
-    def _rows_of(self, clients: slice | Tensor) -> Factor:
-        """The rows of some clients; of neighbours, without a copy."""
-        if not isinstance(clients, slice):
-            return Factor.of(self.x[clients].flatten(0, 1), split=False)
-        n = self.x.shape[1]
-        return self.rows.rows(slice(clients.start * n, clients.stop * n))
-
-
-def _members(label: Tensor) -> Iterator[tuple[int, slice | Tensor, Any]]:
-    """Models, and who took them: indices of clients and starts, of which no two are the same."""
-    label = label.cpu()
-    if label.shape[1] == 1:  # rows of neighbours with one model need not be copied
-        taken, length = label[:, 0].unique_consecutive(return_counts=True)
-        if len(taken) * RUN <= len(label):
-            end = length.cumsum(0)
-            for s, a, e in zip(taken.tolist(), (end - length).tolist(), end.tolist(), strict=True):
-                yield s, slice(a, e), 0
-            return
-    for s in label.unique().tolist():
-        yield s, *(label == s).nonzero(as_tuple=True)
-
-
-def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Tensor, Tensor]:
-    """z⁰ of the model that each start likes best (c, r, n, h), and which it is (c, r).
+def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Tensor, Tensor, Tensor]:
+    """z⁰ of the model that each start likes best (c, r, n, h), which it is and its mean loss (c, r).
 
     The models are the same for all clients, so their rows can be treated as one long list.
     """
@@ -378,7 +297,8 @@ def choose(split: FirstLinear, sent: Sent, data: Data, rows: Factor) -> tuple[Te
     mean = (each * row_shares(data)).sum(-1)  # (s, c)
     best = mean.nan_to_num(nan=torch.inf, posinf=torch.inf).unflatten(0, (s // k, k)).argmin(1).T
     label = best + k * torch.arange(s // k, device=z.device)
-    return z.unflatten(0, (c, n))[torch.arange(c, device=z.device)[:, None], :, label], label
+    client = torch.arange(c, device=z.device)[:, None]
+    return z.unflatten(0, (c, n))[client, :, label], label, mean.T[client, label]
 
 
 def _losses(split: FirstLinear, rest: Params, z: Tensor, y: Tensor) -> Tensor:
@@ -397,18 +317,22 @@ def first_product(split: FirstLinear, models: Params, x: Tensor, label: Tensor, 
         z = rows.times(weight[0].T).unflatten(0, x.shape[:2])[:, None].repeat(1, label.shape[1], 1, 1)
     else:
         z = x.new_empty(*label.shape, x.shape[1], weight.shape[1])
-        for s, at, r in _members(label):
+        for s, at, r in members(label):
             z[at, r] = (x[at] @ weight[s].T).to(z.dtype)
     return z if split.bias is None else z.add_(take(models[split.bias], label)[:, :, None])
 
 
 def _held_loss(split: FirstLinear, rest: Params, z: Tensor, y: Tensor, held: Tensor) -> dict[str, Tensor]:
     """The loss of the model that each client and start took, summed over held-out rows, and their number (c, r)."""
+    rows = held.sum(1).long()[:, None].expand(z.shape[:2])
+    return {"held": (each_loss(split, rest, z, y) * held[:, None]).sum(2), "held_rows": rows}
+
+
+def each_loss(split: FirstLinear, rest: Params, z: Tensor, y: Tensor) -> Tensor:
+    """The loss of every row by the model that each client and start took (c, r, n)."""
     c, r = z.shape[:2]
     flat = tree_map(lambda p: p.flatten(0, 1), rest)
-    each = vmap(split.loss)(flat, z.flatten(0, 1).float(), y.repeat_interleave(r, 0)).unflatten(0, (c, r))
-    rows = held.sum(1).long()[:, None].expand(c, r)
-    return {"held": (each * held[:, None]).sum(2), "held_rows": rows}
+    return vmap(split.loss)(flat, z.flatten(0, 1).float(), y.repeat_interleave(r, 0)).unflatten(0, (c, r))
 
 
 def row_shares(data: Data) -> Tensor:

@@ -172,10 +172,10 @@ class LocalEngine(Engine):
         memory = stack_padded([kept.get(i, ()) for i in clients.tolist()]) if kept else ()
         rows = [self.store.rows(stage.part, clients, as_they_are=stage.step.as_they_are) for stage in stages]
         return tuple(
-            Local(own, self._draws(stage, exchange, at), memory) for own, stage in zip(rows, stages, strict=True)
+            Local(own, self.draws(stage, exchange, at), memory) for own, stage in zip(rows, stages, strict=True)
         )
 
-    def _draws(self, stage: Stage, exchange: Exchange, at: Tensor) -> Any:
+    def draws(self, stage: Stage, exchange: Exchange, at: Tensor) -> Any:
         """The random numbers of the clients at these positions in one stage, stacked."""
         draw = stage.step.draw
         if draw is None:

@@ -128,7 +128,7 @@ def _differences(timing: Timing, reference: Timing) -> dict[str, float | int | N
 
 
 def workloads(quick: bool, device: torch.device) -> list[Workload]:
-    """Return the workloads: the IFCA paper's MLP with four clusters and with one, a linear model, and CNNs.
+    """Return the workloads: the IFCA paper's MLP with four clusters, one, and on minibatches, a linear model, CNNs.
 
     The third CNN is that of the paper's FEMNIST experiment, frozen but for its last layer. On a GPU there are two more,
     a CNN and a ResNet with two clusters; a CPU would need minutes for a round of these.
@@ -155,6 +155,9 @@ def workloads(quick: bool, device: torch.device) -> list[Workload]:
     return [
         Workload(f"IFCA, {m} × 50, 784-200-10, τ=10, k=4", mlp, images, 4, 10, 0.1, gram_flops(m, 4)),
         Workload(f"FedAvg, {one} × 50, 784-200-10, τ=10", mlp, fewer, 1, 10, 0.1, gram_flops(one, 1)),
+        Workload(
+            f"FedAvg, {one} × 50, 784-200-10, batch 10, τ=10", mlp, fewer, 1, 10, 0.1, gram_flops(one, 1, batch=10), 10
+        ),
         Workload(f"FedAvg, {len(points)} × 20, linear, d=20, τ=10", Linear(20, 1), points, 1, 10, 0.02, line),
         Workload(
             f"FedAvg, {len(few)} × 50, small CNN, batch 10, τ=5", small, few, 1, 5, 0.1, sgd_flops(small, few, 5), 10
@@ -201,7 +204,9 @@ def colour_images(quick: bool) -> list[Workload]:
     ]
 
 
-def gram_flops(m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes: int = 10, tau: int = 10) -> float:
+def gram_flops(
+    m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes: int = 10, tau: int = 10, batch: int | None = None
+) -> float:
     """Return the operations of a round of a two-layer MLP in the cheapest exact form known, `coterie.engines.fused`.
 
     The Gram matrices are computed once per run and not counted.
@@ -214,10 +219,12 @@ def gram_flops(m: int, k: int, n: int = 50, d: int = 784, h: int = 200, classes:
         h: Number of hidden units.
         classes: Number of classes.
         tau: Number of local steps.
+        batch: Number of rows of a step; None for all.
     """
+    rows = batch or n
     choose = 2.0 * m * n * d * h * k
-    steps = (tau - 1) * 2.0 * m * n * n * h
-    tail = tau * 6.0 * m * n * h * classes
+    steps = (tau - 1) * 2.0 * m * rows * n * h
+    tail = tau * 6.0 * m * rows * h * classes
     total = 2.0 * m * n * h * d
     return choose + steps + tail + total
 
