@@ -278,14 +278,83 @@ def test_squared_loss_on_minibatches_without_a_bias():
 
 
 @pytest.mark.parametrize(
-    ("by", "rows", "kept", "pays"),
-    [(Descend(10, batch=10), 50, True, True), (Descend(10, batch=10), 784, True, False),
-     (Descend(5, batch=10), 300, True, False), (Descend(1, batch=10, epochs=1), 300, False, True),
-     (Descend(1, batch=50, epochs=1), 300, False, False)],
-    ids=["few-rows", "as-many-as-features", "few-steps", "epoch", "gram-each-round"],
+    ("by", "rows", "pays"),
+    [(Descend(10, batch=10), 50, True), (Descend(10, batch=10), 784, False), (Descend(5, batch=10), 300, False),
+     (Descend(1, batch=10, epochs=1), 300, True), (Descend(1, batch=50, epochs=1), 300, False)],
+    ids=["few-rows", "as-many-as-features", "few-steps", "epoch", "large-batches"],
 )  # fmt: skip
-def test_minibatches_are_fused_where_that_is_less_work(by, rows, kept, pays):
-    assert batches_pay(by, rows, 784, 200, kept=kept) is pays
+def test_minibatches_are_fused_where_that_is_less_work(by, rows, pays):
+    assert batches_pay(by, rows, 784, 200) is pays
+
+
+@pytest.mark.parametrize("shared", ["first", "last"])
+def test_minibatches_with_shared_layers(shared, short):
+    names = {"first": ("layers.0.weight", "layers.0.bias"), "last": ("layers.1.weight", "layers.1.bias")}[shared]
+    task, algorithm = ct.Task.classifier(ct.models.MLP(64, 16, 10)), ct.IFCA(2, shared=names, init="random", **MANY)
+    fast, slow = (after(e, algorithm, task, short, 3) for e in ("vectorised", "sequential"))
+    assert any(name.startswith("fused IFCA.step") for name in fast[3].chunks)
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5) and torch.equal(fast[1], slow[1])
+
+
+def test_each_exchange_is_asked_whether_its_minibatches_pay(ragged):
+    """Methods whose steps have one name, on one engine, with clients of more rows than features."""
+    task, cohort = ct.Task.classifier(ct.models.MLP(64, 16, 10)), None
+    cohort = simulated(ragged, task, Key.of(0))
+    for algorithm in (ct.FedAvg(tau=3), ct.FedAvg(tau=3, batch=8), ct.FedAvg(tau=3)):
+        algorithm.round(algorithm.start(task, cohort.at(0), Key.of(0)), cohort.at(0))
+    said = [m for m in cohort.ledger.messages if "FedAvg.step: " in m and "fused" in m]
+    assert ["not fused" in m for m in said] == [False, True]
+
+
+class Summed(nn.Module):
+    """Its gradient at z is one number, expanded."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(20, 6)
+
+    def forward(self, x):
+        return self.a(x.flatten(1)).sum(1)
+
+
+class Scaled(nn.Module):
+    """A linear layer and a scale and shift that begin as nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.scale, self.shift = nn.Linear(20, 1), nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.shift)
+
+    def forward(self, x):
+        return self.a(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("module", [Summed(), Scaled()], ids=["summed", "scaled"])
+def test_what_little_comes_after_the_first_layer_is_not_forgotten(module, batch):
+    federation, task = ct.data.linear_mixture(12, 8, 20, 2), ct.Task.regressor(module)
+    algorithm = ct.FedAvg(lr=0.001, tau=30, batch=batch)
+    fast, slow = (after(e, algorithm, task, federation, 2) for e in ("vectorised", "sequential"))
+    assert any(name.startswith("fused") for name in fast[3].chunks)
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5)
+
+
+def test_a_step_without_rows_is_none_even_where_the_gradient_would_be_infinite():
+    def loss(out, y):
+        return out.flatten().exp() - y * out.flatten()
+
+    task = ct.Task.from_module(ct.models.Linear(20, 1), loss=loss, score=loss, metric="loss")
+    g = torch.Generator().manual_seed(1)
+    odd = (5 * torch.ones(1, 20), torch.tensor([1000.0]))  # after one step it overflows, and has no other
+    others = [(0.1 * torch.randn(n, 20, generator=g), torch.ones(n)) for n in (6, 7, 8, 9)]
+    federation = ct.Federation.from_clients([odd, *others])
+    algorithm = ct.FedAvg(lr=0.01, epochs=1, batch=2)
+    fast, slow = (after(e, algorithm, task, federation, 1) for e in ("vectorised", "sequential"))
+    assert any(name.startswith("fused") for name in fast[3].chunks)
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), rtol=1e-5) and torch.isfinite(flat(slow[0])).all()
 
 
 def test_what_does_not_fit_is_made_anew_and_the_log_says_so(monkeypatch):

@@ -290,6 +290,8 @@ class Train:
         """Refuse what a description cannot do with a task."""
         if task.personal and (self.starts or 1) > 1:
             raise ValueError("batch_norm='local' is not possible with several restarts, which all clients share")
+        if self.bound is not None and self.send == "model" and isinstance(self.by, Descend):
+            raise ValueError("bound is the length of a change: send='change'")
         if isinstance(self.by, Gradient) and (task.personal or task.moving):
             raise ValueError("BatchNorm's statistics move in training only: average models in place of gradients")
 

@@ -112,14 +112,21 @@ def descend_in_batches(split: FirstLinear, by: Descend, work: Work, batches: Ten
         where = rows[..., None].expand(-1, -1, z.shape[2])
         now_z = torch.baddbmm(z.gather(1, where), work.kernel[client, rows], moved)
         at_z, own, now = gradients(rest, now_z, work.y[client, rows], shares)
+        if by.epochs is not None:
+            at_z, own = _of_some(real, at_z), {n: _of_some(real, g) for n, g in own.items()}
         loss = now if q == 0 else loss
         if by.prox:
             pull = by.prox * real.any(1).float()
             own = tree_map(lambda g, p, p0, pull=pull: g + _along(pull, p) * (p - p0), own, rest, begin)
             moved *= 1 - work.lr * _along(pull, moved)
         rest = tree_map(lambda p, g: torch.addcmul(p, g, work.lr, value=-1), rest, own)
-        moved.scatter_add_(1, where, at_z.mul_(-work.lr))
+        moved.scatter_add_(1, where, at_z * -work.lr)
     return _by_start(Moved(moved, None, rest, loss), starts)
+
+
+def _of_some(real: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient (b, …) where a step has rows (b, size), else 0: 0 times one that is not finite would not be 0."""
+    return torch.where(_along(real.any(1), gradient), gradient, 0.0)
 
 
 def _along(each: Tensor, like: Tensor) -> Tensor:

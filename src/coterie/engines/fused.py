@@ -19,6 +19,7 @@ that run side by side, s the models that were sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class Fused:
 
     def __init__(self, engine: LocalEngine, chunks: Chunks) -> None:
         self.engine, self.chunks, self.device = engine, chunks, engine.device
-        self._known: dict[tuple[str, str | None, bool], FirstLinear | None] = {}
+        self._said: set[tuple[str, str | None]] = set()  # of steps, and why they are not fused
         self._replayed = Replayed(descend) if self.device.type == "cuda" else descend
 
     def match(self, exchange: Exchange) -> Match | None:
@@ -77,8 +78,8 @@ class Fused:
             return None
         if exchange.part != "train" or exchange.first or message.lr_each:
             return None
-        split = self._split(exchange, step, message)
-        return split and Match(split, Sent.of(message, step, exchange.rows))
+        self._say(exchange, step, why := self._why_not(step, message))
+        return Match(self._first, Sent.of(message, step, exchange.rows)) if self._first and not why else None
 
     def parts(self, exchange: Exchange, match: Match) -> Iterator[Part]:
         """The sums of chunks of clients, without a model of each."""
@@ -221,27 +222,13 @@ class Fused:
             return sizes.to(self.device, torch.float32)[:, None].expand(like.shape)
         return torch.ones(like.shape, device=self.device)
 
-    def _split(self, exchange: Exchange, step: Train, message: Models) -> FirstLinear | None:
-        """The model taken apart, if this model's steps can be fused; the log says once whether they are."""
-        name, rows = step_name(exchange.step), self.engine.store.part("train")
-        why = self._why_not(step)
-        known = name, why, exchange.everybody or step.by.batch is None
-        if known not in self._known:
-            split = None if why else self.engine.work.first_layer(rows.x[:2].cpu())
-            n, d = int(rows.sizes.max()), rows.x[0].numel()
-            if split and step.by.batch is not None:
-                h = message.theta[split.weight].shape[-2]
-                if not batches_pay(step.by, n, d, h, kept=exchange.everybody):
-                    split, why = None, f"clients have up to {n} rows of {d} numbers, and minibatches of {step.by.batch}"
-            form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
-            closed = ", or closed form where that pays" if split and split.squared and step.by.batch is None else ""
-            said = f"fused ({form}{closed})" if split else f"not fused: {why or NOT_LINEAR}"
-            exchange.ledger.messages.append(f"vectorised: {name}: {said}")
-            self._known[known] = split
-        return self._known[known]
+    @cached_property
+    def _first(self) -> FirstLinear | None:
+        """The model taken apart; None if it cannot be."""
+        return self.engine.work.first_layer(self.engine.store.part("train").x[:2].cpu())
 
-    def _why_not(self, step: Train) -> str | None:
-        """Why a step cannot be fused, whatever the model."""
+    def _why_not(self, step: Train, message: Models) -> str | None:
+        """Why a step cannot be fused."""
         if self.engine.uplink.transforms:
             return "the uplink changes every reply"
         if step.rows and step.rows.fresh:
@@ -252,27 +239,52 @@ class Fused:
             return "clients send the gradient on one minibatch"
         if step.by.batch is not None and self.device.type != "cpu":
             return "minibatches are fused on a CPU only"
+        if self._first is None:
+            return NOT_LINEAR
+        if isinstance(step.by, Descend) and step.by.batch is not None:
+            n, d = self._shape()
+            h = {**message.theta, **message.common}[self._first.weight].shape[-2]
+            if not batches_pay(step.by, n, d, h):
+                return f"clients have up to {n} rows of {d} numbers, and minibatches of {step.by.batch}"
         return None
 
+    def _shape(self) -> tuple[int, int]:
+        """The rows of the largest client, and the numbers of a row."""
+        rows = self.engine.store.part("train")
+        return int(rows.sizes.max()), rows.x[0].numel()
 
-def batches_pay(by: Descend | Gradient, n: int, d: int, h: int, *, kept: bool) -> bool:
+    def _say(self, exchange: Exchange, step: Train, why: str | None) -> None:
+        """The log says once whether steps are fused, or why not."""
+        name = step_name(exchange.step)
+        if (name, why) in self._said:
+            return
+        self._said.add((name, why))
+        n, d = self._shape()
+        form = f"dual form for clients of fewer than {d} rows, primal for others" if n >= d else "dual form"
+        leaps = self._first is not None and self._first.squared and step.by.batch is None
+        closed = ", or closed form where that pays" if leaps else ""
+        said = f"not fused: {why}" if why else f"fused ({form}{closed})"
+        exchange.ledger.messages.append(f"vectorised: {name}: {said}")
+
+
+def batches_pay(by: Descend, n: int, d: int, h: int) -> bool:
     """Whether the dual form is faster for minibatches than weights of each client, which every step reads and writes.
 
-    z⁰ and the sum are of all rows, however few a client trains on, and so is the Gram matrix; a step on a matrix of its
-    own takes the longer for each operation the fewer rows it has. The 30 was found with 10 and 50 rows on a CPU.
+    z⁰ and the sum are of all rows, however few a client trains on, and so is the Gram matrix, which is not kept
+    everywhere; a step on weights takes the longer for each operation the fewer rows it has. The 30 was found with 10
+    and 50 rows on a CPU.
 
     Args:
         by: How clients train.
         n: Rows of the largest client.
         d: Numbers of a row.
         h: Outputs of the first layer.
-        kept: Whether Gram matrices are kept from round to round.
     """
     if n >= d or by.batch is None:
         return False
     batch = min(by.batch, n)
     rows = by.steps(n) * batch
-    dual = 4 * n * d * h + 2 * rows * n * h + (0 if kept else 2 * n * n * d)
+    dual = 4 * n * d * h + 2 * rows * n * h + 2 * n * n * d
     return dual <= (1 + 30 / batch) * 4 * rows * d * h
 
 
