@@ -60,6 +60,16 @@ def after(executor, algorithm, task, federation, rounds):
     return algorithm.models(state), algorithm.labels(state), report.loss, cohort.ledger
 
 
+def check_against_the_reference(algorithm, module, federation, rounds):
+    task = ct.Task.classifier(module)
+    models, labels, loss, ledger = after("vectorised", algorithm, task, federation, rounds)
+    reference, truth, slow, other = after("sequential", algorithm, task, federation, rounds)
+    assert any(name.startswith(f"fused {type(algorithm).__name__}.step") for name in ledger.chunks)
+    assert float((flat(models) - flat(reference)).abs().max() / flat(reference).abs().max()) < 1e-4
+    assert torch.equal(labels, truth) and torch.allclose(loss, slow, atol=1e-5)
+    assert (ledger.bytes_down, ledger.bytes_up) == (other.bytes_down, other.bytes_up)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [ct.IFCA(3, init=SHORT), ct.IFCA(3, init=SHORT, patience=2), ct.IFCA(2, restarts=3, holdout=0.0, init="random"),
@@ -70,13 +80,7 @@ def after(executor, algorithm, task, federation, rounds):
     "module", [deep(64, 10), ct.models.MLP(64, 32, 10), ct.models.Linear(64, 10)], ids=["traced", "by-hand", "logits"]
 )
 def test_ten_rounds_on_ragged_clients_equal_the_reference(algorithm, module, ragged):
-    task = ct.Task.classifier(module)
-    models, labels, loss, ledger = after("vectorised", algorithm, task, ragged, 10)
-    reference, truth, slow, other = after("sequential", algorithm, task, ragged, 10)
-    assert any(name.startswith("fused") for name in ledger.chunks)
-    assert float((flat(models) - flat(reference)).abs().max() / flat(reference).abs().max()) < 1e-4
-    assert torch.equal(labels, truth) and torch.allclose(loss, slow, atol=1e-5)
-    assert (ledger.bytes_down, ledger.bytes_up) == (other.bytes_down, other.bytes_up)
+    check_against_the_reference(algorithm, module, ragged, 10)
 
 
 @pytest.mark.parametrize(("rows", "features"), [(8, 20), (20, 20), (40, 5)], ids=["dual", "square", "primal"])
@@ -244,13 +248,7 @@ MANY = {"tau": 30, "batch": 4}  # steps enough for minibatches to be fused
 )
 def test_minibatches_on_ragged_clients_equal_the_reference(algorithm, module, short):
     """Shorter last batches, clients with fewer batches than others, rows held out."""
-    task = ct.Task.classifier(module)
-    models, labels, loss, ledger = after("vectorised", algorithm, task, short, 5)
-    reference, truth, slow, other = after("sequential", algorithm, task, short, 5)
-    assert any(name.startswith(f"fused {type(algorithm).__name__}.step") for name in ledger.chunks)
-    assert float((flat(models) - flat(reference)).abs().max() / flat(reference).abs().max()) < 1e-4
-    assert torch.equal(labels, truth) and torch.allclose(loss, slow, atol=1e-5)
-    assert (ledger.bytes_down, ledger.bytes_up) == (other.bytes_down, other.bytes_up)
+    check_against_the_reference(algorithm, module, short, 5)
 
 
 @pytest.mark.parametrize(("send", "bound"), [("model", None), ("change", None), ("change", 0.1)])
