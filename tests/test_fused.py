@@ -266,6 +266,12 @@ def test_what_a_step_says_of_its_reply_holds_for_minibatches(send, full_loss, bo
         assert torch.allclose(fast, slow, atol=1e-5)
 
 
+def test_a_bound_is_of_a_change():
+    task = ct.Task.classifier(ct.models.MLP(64, 16, 10))
+    with pytest.raises(ValueError, match="bound is the length of a change: send='change'"):
+        Train(Descend(2), bound=0.1).derive(task)
+
+
 def test_squared_loss_on_minibatches_without_a_bias():
     federation, task = ct.data.linear_mixture(12, 8, 20, 2), ct.Task.regressor(ct.models.Linear(20, 1, bias=False))
     fast, slow = (
