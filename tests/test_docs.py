@@ -127,6 +127,16 @@ def test_the_site_builds_strictly(tmp_path):
     assert not loaded, f"the site loads {loaded}"
 
 
+def test_pictures_of_results_are_those_of_the_results():
+    """Not copies, which stay as they are when a result is made again, nor files that hold a path."""
+    pictures = sorted((ROOT / "docs/results").iterdir())
+    assert len(pictures) > 20
+    for picture in pictures:
+        assert picture.is_symlink(), picture
+        assert picture.resolve().parent in (ROOT / "experiments/results", ROOT / "benchmarks"), picture
+        assert picture.read_bytes().startswith(b"\x89PNG"), picture
+
+
 def test_every_test_that_the_threat_table_names_is_there():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/explanation/trust.md").read_text()))
     source = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
