@@ -98,7 +98,7 @@ def local_update(
         ragged: Whether batches may be without rows, which make no step: where clients are stacked, those with fewer
             steps are padded.
     """
-    trained, buffers = _apart(task, theta)
+    trained, buffers = apart(task, theta)
     begin = trained if prox else NONE
     now = Standing(trained, buffers, optimiser.begin(trained) if moments is None else moments)
     step, first = LocalStep(prox, optimiser, clip, ragged), torch.zeros(())
@@ -153,15 +153,15 @@ def one_gradient(
     task: Task, trained: Params, buffers: Params, rows: Data, noise: Tensor | None
 ) -> tuple[Params, Tensor, Params]:
     """`training_gradient`, by torch."""
+    return gradient_and_more(lambda p: training_loss(task, {**p, **buffers}, rows, noise), trained)
 
-    def loss(params: Params) -> tuple[Tensor, Params]:
-        whole = {**params, **buffers}
-        if task.train is None or noise is None:
-            return mean_loss(task, whole, rows), {}
-        each, moved = task.train(whole, rows, noise)
-        return (each * rows.mask).sum() / rows.mask.sum().clamp(min=1), moved
 
-    return gradient_and_more(loss, trained)
+def training_loss(task: Task, params: Params, rows: Data, noise: Tensor | None) -> tuple[Tensor, Params]:
+    """The mean loss in training, and what has become of the buffers."""
+    if task.train is None or noise is None:
+        return mean_loss(task, params, rows), {}
+    each, moved = task.train(params, rows, noise)
+    return (each * rows.mask).sum() / rows.mask.sum().clamp(min=1), moved
 
 
 Way = Callable[..., Any]  # (function, task, *trees of tensors) -> function(task, *trees)
@@ -203,7 +203,7 @@ def shortened(update: Any, bound: float) -> tuple[Any, Tensor]:
     return tree_map(lambda x: torch.where(known, x * factor.to(x), 0.0), update), (norm <= bound).float()
 
 
-def _apart(task: Task, theta: Params) -> tuple[Params, Params]:
+def apart(task: Task, theta: Params) -> tuple[Params, Params]:
     """The parameters that are trained, and the buffers that move with them."""
     moving = task.moving
     return {n: p for n, p in theta.items() if n not in moving}, {n: theta[n] for n in moving if n in theta}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.core.pytree import Outer, formed, is_outer, leaves, tree_map
+from coterie.core.pytree import Outer, formed, is_outer, leaves, take, tree_map
 from coterie.core.step import Reply
 
 
@@ -65,14 +65,15 @@ def weighted_sums(slot: Tensor, weight: Tensor, slots: int, rows: Any) -> tuple[
 
 def _product_sums(x: Outer, share: Tensor) -> Tensor:
     """The sums by slot of products (b, …) that are given by their factors, weighted by `share` (b, slots)."""
-    lined_up = x.right.movedim(0, -3).flatten(-3, -2)  # (…, b·n, right)
 
     def total(weight: Tensor) -> Tensor:
-        if bool((weight == 1).all()):
-            left = x.left
-        else:
-            left = x.left * weight.reshape(-1, *[1] * (x.left.dim() - 1)).to(x.left.dtype)
-        return Outer(left.movedim(0, -3).flatten(-3, -2), lined_up).product()
+        own, weight = x, weight.to(x.left.dtype)
+        if not bool((weight == 1).all()):
+            some = weight.nonzero().flatten()  # what is of other slots need not be multiplied by 0
+            own, weight = take(x, some), weight[some]
+            own = Outer(own.left * weight.reshape(-1, *[1] * (x.left.dim() - 1)), own.right)
+        end_to_end = (part.movedim(0, -3).flatten(-3, -2) for part in own)  # (…, b·n, left) and (…, b·n, right)
+        return Outer(*end_to_end).product()
 
     return torch.stack([total(weight) for weight in share.T])
 

@@ -258,9 +258,8 @@ class Train:
         def one_start(theta: Params, common: Params, label: Any, lr: Any, kept: Any, local: Local) -> _Outcome:
             loss, own = None, personal_of(local.memory)
             if self.choose:
-                theta = {**theta, **tree_map(lambda x: x.expand(self.k, *x.shape), common)}
-                label, loss = nearest(task, theta, self._rows(local, "choose"), own)
-                theta = take(theta, label)
+                label, loss = self.chosen(task, theta, common, local)
+                theta = {**take(theta, label), **common}
             theta = {**theta, **own}
             if not self.choose and self.full_loss:
                 loss = mean_loss(task, theta, self._rows(local, "choose"))
@@ -285,6 +284,11 @@ class Train:
             return {**drawn, "noise": torch.tensor(key.fold(_NOISE, *when).seed() % 2**31)} if task.draws else drawn
 
         return ClientStep(run, draw if self.rows or self.by.batch or task.draws else None, SECRECY, self.weights)
+
+    def chosen(self, task: Task, theta: Params, common: Params, local: Local) -> tuple[Tensor, Tensor]:
+        """Which of the models (k, …) a client takes, and its loss with it."""
+        models = {**theta, **tree_map(lambda x: x.expand(self.k, *x.shape), common)}
+        return nearest(task, models, self._rows(local, "choose"), personal_of(local.memory))
 
     def _check(self, task: Task) -> None:
         """Refuse what a description cannot do with a task."""

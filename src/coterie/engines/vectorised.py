@@ -12,6 +12,7 @@ from coterie.core.step import Reply
 from coterie.core.sums import Sums
 from coterie.engines.fused import Fused
 from coterie.engines.local import LocalEngine
+from coterie.engines.low_rank import LowRank
 from coterie.engines.vmap import Vmap
 
 
@@ -24,15 +25,17 @@ class Vectorised(LocalEngine):
         super().__init__(*args, **kwargs)
         self._vmap = Vmap(*args, **kwargs, store=self.store)
         self._fused = Fused(self, self._vmap.chunks)
+        self._low_rank = LowRank(self._vmap)
 
     def combine(self, exchange: Exchange) -> Sums:
         """Run the step on every client and add the weighted updates up by slot."""
         exchange = self.delivered(exchange)
         match = self._fused.match(exchange)
         # Of many models without labels the sums would not be by model.
-        if match is None or (isinstance(exchange.rows, Tensor) and match.sent.label is None):
-            return self._vmap.combine(exchange)
-        return self.added(exchange, self._fused.parts(exchange, match))
+        if match and not (isinstance(exchange.rows, Tensor) and match.sent.label is None):
+            return self.added(exchange, self._fused.parts(exchange, match))
+        step = self._low_rank.match(exchange)
+        return self._vmap.combine(exchange) if step is None else self._low_rank.combine(exchange, step)
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step on chunks of clients."""

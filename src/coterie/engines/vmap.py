@@ -67,7 +67,7 @@ class Vmap(LocalEngine):
         # More is computed for more models, so chunks are sized for each size of what a client is sent.
         steps = " after ".join(step_name(s) for s in (exchange.step, exchange.first and exchange.first.step) if s)
         name = f"{steps} (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
-        ways = Ways(name, self._explained(together, alone), alone, CACHED)
+        ways = Ways(name, naming_clients(together, alone), alone, CACHED)
         if self._compiles(exchange):
             graphs = {
                 how: partial(compiled, way=way, several=self._functions(self.answer(stages), exchange, how)[0])
@@ -112,25 +112,26 @@ class Vmap(LocalEngine):
         _, many, single = self._recorded.setdefault(key, (owner, Replayed(several), Replayed(answer)))
         return many, single if len(exchange.clients) == 1 else answer  # not one for every large client
 
-    def _explained(self, together: Callable[[Tensor], Reply], alone: Callable[[Tensor], Reply]) -> Any:
-        """Work on a chunk that, where it fails by a fault of the step's, fails with the name of the client."""
-
-        def work(at: Tensor) -> Reply:
-            try:
-                return together(at)
-            except FAULTS as error:
-                if not is_own_fault(error) or is_refusal(error):
-                    raise
-                for i in at:  # whose fault it is
-                    alone(i.reshape(1))
-                raise RuntimeError(f"vmap fails where single clients do not: {error}") from error
-
-        return work
-
     def _remember(self, exchange: Exchange, at: Tensor, memory: Any) -> None:
         if leaves(memory):
             for position, i in enumerate(exchange.clients[at].tolist()):
                 exchange.ledger.memory[i] = take(memory, position)
+
+
+def naming_clients(together: Callable[[Tensor], Any], alone: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Work on a chunk that, where it fails by a fault of the step's, fails with the name of the client."""
+
+    def work(at: Tensor) -> Any:
+        try:
+            return together(at)
+        except FAULTS as error:
+            if not is_own_fault(error) or is_refusal(error):
+                raise
+            for i in at:  # whose fault it is
+                alone(i.reshape(1))
+            raise RuntimeError(f"vmap fails where single clients do not: {error}") from error
+
+    return work
 
 
 def _own_dims(message: Any) -> Any:
