@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from coterie.core.engine import Exchange
 from coterie.core.key import Key
 from coterie.core.local import NONE, apart, gradient_and_more, one_gradient, pick, training_loss
-from coterie.core.pytree import Outer, Params, nbytes, stack, take, tree_map
+from coterie.core.pytree import Outer, Params, leaves, nbytes, stack, take, tree_map
 from coterie.core.step import Local, Reply, step_name
 from coterie.core.sums import Sums, slot_sum
 from coterie.core.task import Data, Task
@@ -38,9 +38,10 @@ from coterie.engines.chunks import Ways
 from coterie.engines.errors import explained
 from coterie.engines.local import Part
 from coterie.engines.sent import Sent
-from coterie.engines.vmap import CACHED, Vmap, naming_clients
+from coterie.engines.vmap import Vmap, naming_clients
 
-PAYS = 4  # times as many numbers in the matrix as in its factors, from which on these are faster; found on a CPU
+CACHED = 64 * 2**20  # bytes of work per chunk: more than by vmap alone, for what is in common is read once a chunk
+PAYS = 3  # times as many numbers in the matrix as in its factors, from which on these are faster; found on a CPU
 SHARED = 2  # clients that train one model, on average, from which on it pays that they have W⁰ in common
 
 
@@ -93,8 +94,9 @@ class LowRank:
         exchange, chunks = work.exchange, self.engine.chunks
         name = f"{step_name(exchange.step)} by factors (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
         ways = Ways(name, naming_clients(work.together, work.alone), work.alone, CACHED)
-        for at, train in chunks.of(exchange, self.engine.sizes(exchange), ways):
-            model, reply = train(at)
+        for at, model, reply in _gathered(
+            chunks.of(exchange, self.engine.sizes(exchange), ways), exchange.bytes_down()
+        ):
             slot, weight = (x.reshape(model.shape) for x in (reply.slot, reply.weight))
             work.counted.index_put_((model, slot), weight, accumulate=True)
             yield Part(at, slot_sum(reply, exchange.slots), nbytes(reply))
@@ -124,6 +126,21 @@ def _is_plain(step: Train) -> bool:
     """Whether clients send the model that plain descent, and nothing else, has made of the one they took."""
     by = step.by
     return isinstance(by, Descend) and by.plain and not by.prox and step.send == "model"
+
+
+def _gathered(chunks: Iterator[tuple[Tensor, Any]], size: int) -> Iterator[tuple[Tensor, Tensor, Reply]]:
+    """Clients' positions, models and replies, of so many chunks at once that their factors take so many bytes.
+
+    A sum over clients writes all of a matrix, however few they are.
+    """
+    kept: list[tuple[Tensor, Tensor, Reply]] = []
+    for at, train in chunks:
+        kept.append((at, *train(at)))
+        if sum(x.nbytes for x in leaves(kept)) >= size:
+            yield tree_map(lambda *xs: torch.cat(xs), *kept)
+            kept = []
+    if kept:
+        yield tree_map(lambda *xs: torch.cat(xs), *kept)
 
 
 class _Work:
