@@ -17,7 +17,8 @@ from coterie_lab.bench import attacks, peers, scale, speed
 from coterie_lab.bench.hostile import ATTACKS, Hostile, flipped, hostile_clients
 from coterie_lab.bench.loop import loop_round
 from coterie_lab.bench.peers import PEERS, Job, PeerFailed, time_peer
-from coterie_lab.bench.speed import Workload, gram_flops, grouped, linear, measure, product_rate
+from coterie_lab.bench.speed import measure, product_rate
+from coterie_lab.bench.workloads import Workload, gram_flops, grouped, linear
 
 
 def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch, caplog):
@@ -32,7 +33,7 @@ def test_every_way_gives_the_same_answer_and_absent_peers_are_named(monkeypatch,
     ways = {"loop", "sequential", "vmap", "vectorised", "floor"}
     found = {w: {r["way"] for r in rows if r["workload"] == w} for w in works}
     frozen = [w for w in works if "frozen" in w]
-    assert len(works) == 9 and len(frozen) == 1
+    assert len(works) == 11 and len(frozen) == 1
     assert found == {w: {*ways, "vectorised, no features"} if w in frozen else ways for w in works}
     assert all(r["max_rel_diff"] < 1e-3 for r in rows if r["way"] != "floor")
     assert {r["other_labels"] for r in rows if r["way"] in ("sequential", "vmap", "vectorised")} == {0}

@@ -16,7 +16,7 @@ from coterie.core.task import Trunk
 from coterie.engines import features
 from coterie.runs.config import build_task
 from coterie.runs.fit import fit_on
-from coterie_lab.bench.speed import grouped
+from coterie_lab.bench.workloads import grouped
 
 HEAD = ("head.weight", "head.bias")
 
