@@ -68,7 +68,7 @@ class LowRank:
         if exchange.part != "train" or exchange.first or message.lr_each or engine.task.personal:
             return None
         if isinstance(rows, Tensor) and not isinstance(message.label, Tensor):
-            return None  # as in LocalOnly
+            return None  # then sums are not by model
         models = len(rows.unique()) if isinstance(rows, Tensor) else step.k if step.choose else 1
         if len(exchange.clients) < SHARED * models:
             return None
@@ -137,10 +137,15 @@ def _gathered(chunks: Iterator[tuple[Tensor, Any]], size: int) -> Iterator[tuple
     for at, train in chunks:
         kept.append((at, *train(at)))
         if sum(x.nbytes for x in leaves(kept)) >= size:
-            yield tree_map(lambda *xs: torch.cat(xs), *kept)
+            yield _joined(kept)
             kept = []
     if kept:
-        yield tree_map(lambda *xs: torch.cat(xs), *kept)
+        yield _joined(kept)
+
+
+def _joined(trees: list[Any]) -> Any:
+    """Trees of stacked tensors, end to end."""
+    return tree_map(lambda *xs: torch.cat(xs), *trees)
 
 
 class _Work:
@@ -162,16 +167,17 @@ class _Work:
         """The models that some clients took (c, r), and their stacked replies; those with one model train together."""
         with self.engine.arithmetic():
             [local] = self.engine.local(self.stages, self.exchange, at)
-            model, loss = (self._given(at), None) if self.sent.rows is not None else vmap(self._chosen)(local)
-            took = model.flatten()
+            model, loss = vmap(self._chosen)(local) if self.step.choose else (self._given(at), None)
+            took, starts = model.flatten(), model.shape[1]
             groups = [(took == s).nonzero().flatten() for s in took.unique()]
-            replies = []
-            for own in groups:
-                rows = local if len(own) == len(at) else take(local, own // model.shape[1])
-                replies.append(vmap(partial(self.train, self.message(int(took[own[0]]))))(rows))
-            reply = replies[0]
-            if len(groups) > 1:
-                reply = take(tree_map(lambda *xs: torch.cat(xs), *replies), torch.cat(groups).argsort())
+            alike = len(groups) == starts == 1  # then nothing need be copied
+            replies = [
+                vmap(partial(self.train, self.message(int(took[own[0]]))))(
+                    local if alike else take(local, own // starts)
+                )
+                for own in groups
+            ]
+            reply = replies[0] if alike else take(_joined(replies), torch.cat(groups).argsort())
         return model, self._as_asked(tree_map(lambda x: x.unflatten(0, model.shape), reply), model, loss)
 
     def alone(self, at: Tensor) -> tuple[Tensor, Reply]:
@@ -179,15 +185,15 @@ class _Work:
         with explained(self.engine, self.exchange, int(self.exchange.clients[at[0]])), self.engine.arithmetic():
             [stacked] = self.engine.local(self.stages, self.exchange, at)
             local = tree_map(lambda x: x[0], stacked)
-            model, loss = (self._given(at)[0], None) if self.sent.rows is not None else self._chosen(local)
-            reply = stack([self.train(self.message(s), local) for s in model.tolist()])
-        model, loss, reply = tree_map(lambda x: x[None], (model, () if loss is None else loss, reply))
-        return model, self._as_asked(reply, model, loss if isinstance(loss, Tensor) else None)
+            chosen = self._chosen(local) if self.step.choose else None
+            model, loss = (self._given(at), None) if chosen is None else tree_map(lambda x: x[None], chosen)
+            reply = stack([self.train(self.message(s), local) for s in model[0].tolist()])
+        return model, self._as_asked(tree_map(lambda x: x[None], reply), model, loss)
 
     def _given(self, at: Tensor) -> Tensor:
         """The models that some clients were sent (c, r), where they do not choose."""
         rows = self.sent.rows
-        assert rows is not None
+        assert rows is not None  # they are there unless clients choose
         return rows[at] if len(rows) > 1 else rows.expand(len(at), -1)
 
     def _chosen(self, local: Local) -> tuple[Tensor, Tensor]:
