@@ -15,9 +15,10 @@ All other layers are trained as ever, under vmap. Where the first layer is linea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from coterie.core.engine import Exchange
-from coterie.core.key import Key
 from coterie.core.local import NONE, apart, gradient_and_more, one_gradient, pick, training_loss
 from coterie.core.pytree import Outer, Params, leaves, nbytes, stack, take, tree_map
 from coterie.core.step import Local, Reply, step_name
@@ -57,8 +57,8 @@ class LowRank:
         self._tried: dict[str, bool] = {}
         self._said: set[str] = set()
 
-    def match(self, exchange: Exchange) -> Train | None:
-        """The step with its large layers by factors; None if there are none, or if it does not allow for it."""
+    def match(self, exchange: Exchange) -> _Work | None:
+        """What clients do, with large layers by factors; None if there are none, or the step does not allow for it."""
         engine, message, rows = self.engine, exchange.message, exchange.rows
         step = exchange.step(engine.work)
         if engine.device.type != "cpu" or engine.precision != "float32" or engine.uplink.transforms:
@@ -72,21 +72,20 @@ class LowRank:
         models = len(rows.unique()) if isinstance(rows, Tensor) else step.k if step.choose else 1
         if len(exchange.clients) < SHARED * models:
             return None
-        if not (layers := tuple(n for n in self._large(step.by) if self._is_linear(n))):
+        sent = Sent.of(message, step, rows)
+        if not (layers := tuple(n for n in self._large(step.by, sent.models) if self._is_linear(n, sent.models))):
             return None
         if (name := step_name(exchange.step)) not in self._said:
             self._said.add(name)
             exchange.ledger.messages.append(f"vectorised: {name}: {', '.join(layers)} by factors")
-        return replace(step, by=_ByFactors(**vars(step.by), layers=layers))
+        return _Work(engine, exchange, sent, layers)
 
-    def combine(self, exchange: Exchange, step: Train) -> Sums:
+    def combine(self, work: _Work) -> Sums:
         """Run the step on every client and add the weighted updates up by slot."""
-        assert isinstance(step.by, _ByFactors)
-        work = _Work(self.engine, exchange, step)
-        sums = self.engine.added(exchange, self._parts(work))
+        sums = self.engine.added(work.exchange, self._parts(work))
         # What clients were sent is the same for many: it is added at the end, once for each model and slot.
         for s, slot in work.counted.nonzero().tolist():
-            for n in step.by.layers:
+            for n in work.layers:
                 sums.update[n][slot].add_(work.sent.models[n][s], alpha=float(work.counted[s, slot]))
         return sums
 
@@ -101,25 +100,20 @@ class LowRank:
             work.counted.index_put_((model, slot), weight, accumulate=True)
             yield Part(at, slot_sum(reply, exchange.slots), nbytes(reply))
 
-    def _large(self, by: Any) -> list[str]:
+    def _large(self, by: Any, models: Params) -> list[str]:
         """Names of the matrices that have many more numbers than their factors would have."""
         n = int(self.engine.store.part("train").sizes.max())
         rank = by.steps(n) * (n if by.batch is None else min(by.batch, n))
-        matrices = {name: p.shape for name, p in self._model.items() if p.dim() == 2}
+        matrices = {name: p.shape[1:] for name, p in models.items() if p.dim() == 3}
         return [name for name, (b, a) in matrices.items() if PAYS * rank * (a + b) <= a * b]
 
-    def _is_linear(self, name: str) -> bool:
+    def _is_linear(self, name: str, models: Params) -> bool:
         """Whether this is the weight of a linear layer that sees one row for each of a client's."""
         if name not in self._tried:
             rows = self.engine.store.part("train")
             data = Data(rows.x[:2].cpu(), rows.y[:2].cpu(), torch.ones(len(rows.x[:2])))
-            self._tried[name] = is_linear(self.engine.work, self._model, data, name)
+            self._tried[name] = is_linear(self.engine.work, take(models, 0), data, name)
         return self._tried[name]
-
-    @cached_property
-    def _model(self) -> Params:
-        """Some model."""
-        return self.engine.work.init(Key.of(0))
 
 
 def _is_plain(step: Train) -> bool:
@@ -152,15 +146,16 @@ class _Work:
     """What clients do in one exchange. c is the clients of a chunk, r the starts, s the models that were sent.
 
     Attributes:
+        layers: The names of the weights that are kept by factors.
         counted: How heavily clients that trained a model count in each sum (s, slots).
     """
 
-    def __init__(self, engine: Vmap, exchange: Exchange, step: Train) -> None:
-        self.engine, self.exchange, self.step = engine, exchange, step
-        self.sent = Sent.of(exchange.message, step, exchange.rows)
-        self.stages = engine.stages(exchange)
-        self.train = replace(step, choose=False, starts=None).derive(engine.work).run
-        self.counted = torch.zeros(len(next(iter(self.sent.models.values()))), exchange.slots)
+    def __init__(self, engine: Vmap, exchange: Exchange, sent: Sent, layers: tuple[str, ...]) -> None:
+        self.engine, self.exchange, self.sent, self.layers = engine, exchange, sent, layers
+        self.step, self.stages = sent.step, engine.stages(exchange)
+        by = _ByFactors(**vars(sent.step.by), layers=layers)
+        self.train = replace(sent.step, by=by, choose=False, starts=None).derive(engine.work).run
+        self.counted = torch.zeros(len(sent.models[layers[0]]), exchange.slots)
         self.message = lru_cache(self._message)
 
     def together(self, at: Tensor) -> tuple[Tensor, Reply]:
@@ -338,15 +333,21 @@ def is_linear(task: Task, theta: Params, rows: Data, name: str) -> bool:
         rows: Some rows.
         name: The name of the weight.
     """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, generator=generator) / math.prod(shape) ** 0.5
+
     trained, buffers = apart(task, theta)
-    weight, generator = trained.pop(name), torch.Generator().manual_seed(0)
-    left, right = (torch.randn(3, n, generator=generator) / n for n in weight.shape)
+    trained = {n: p + drawn(p.shape) for n, p in trained.items()}  # of a model of zeros all gradients may be 0
+    weight = trained.pop(name)
+    left, right = (drawn((3, n)) for n in weight.shape)
     moved, seed = Outer(left, right), None if task.train is None else torch.tensor(1)
     try:
         wanted, loss, _ = one_gradient(task, {**trained, name: weight + moved.product()}, buffers, rows, seed)
         found = gradient_by_factors(task, trained, buffers, {name: weight}, {name: moved}, rows, seed)
+        own = {**found.gradient, name: Outer(found.gradient[name], found.seen[name]).product()}
     except Exception:  # a model may raise anything where a layer is not used as one
         return False
-    own = {**found.gradient, name: Outer(found.gradient[name], found.seen[name]).product()}
     same = [(loss, found.loss), *((gradient, own[n]) for n, gradient in wanted.items())]
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in same)
