@@ -1,5 +1,7 @@
 """Large linear layers by factors: exact wherever it is done, and done only where it is exact."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,7 @@ import coterie as ct
 from coterie.core.key import Key
 from coterie.core.pytree import Outer, flat
 from coterie.core.sums import weighted_sums
-from coterie.core.task import Data
 from coterie.engines import low_rank, simulated
-from coterie.engines.low_rank import is_linear
 
 SHORT = ct.Tournament(steps=5, bouts=2)
 
@@ -186,11 +186,115 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(ragged, tmp_path):
     assert all(torch.equal(x, again.state.theta[n]) for n, x in whole.state.theta.items())
 
 
-@pytest.mark.parametrize("name", ["4.weight", "6.weight"])
-def test_a_linear_layer_is_recognised(name):
-    task = ct.Task.classifier(layers(nn.Linear(24, 10)))
-    rows = Data(torch.randn(2, 64), torch.tensor([3, 4]), torch.ones(2))
-    assert is_linear(task, task.init(Key.of(0)), rows, name)
+class Prototypes(nn.Module):
+    """Has a layer see the same two rows whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Conv1d(1, 1, 3, padding=1), nn.Linear(32, 64)
+        self.prototypes = nn.Embedding(10, 32)
+
+    def forward(self, x):
+        return self.first(x[:, None])[:, 0] @ self.layer(self.prototypes.weight).T / 64
+
+
+class Pieces(Twice):
+    """Passes large batches in pieces."""
+
+    def forward(self, x):
+        return torch.cat([self.head(self.layer(self.first(piece[:, None])[:, 0])) for piece in x.split(4)])
+
+
+class Early(Twice):
+    """Leaves a layer out for some batches."""
+
+    def forward(self, x):
+        x = self.first(x[:, None])[:, 0]
+        return self.head(self.layer(x).relu() if float(x[0, 0].detach()) > 0 else x)
+
+
+class Words(nn.Module):
+    """Has a matrix that is no layer's weight, and is asked for no more than its kind and shape in the layer's stead."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(4, 8), nn.Linear(512, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        words = self.embedding((x > 0).long() + 2 * (x > 1).long()).flatten(1)
+        return self.head(self.layer(words.to(self.layer.weight.dtype))[:, : self.head.weight.shape[1]].relu())
+
+
+@pytest.mark.parametrize(
+    ("module", "done"),
+    [(Prototypes(), []), (Pieces(), []), (Early(), ["head.weight"]), (Words(), ["layer.weight", "head.weight"])],
+    ids=["prototypes", "pieces", "early", "words"],
+)
+def test_it_is_found_out_on_the_way_what_is_no_layer(module, done, ragged):
+    ledger = check_against_the_reference(ct.FedAvg(tau=3, batch=7), module, ragged, done=bool(done))
+    assert by_factors(ledger) == [f"vectorised: FedAvg.step: {', '.join(done)} by factors" for _ in done[:1]]
+    assert any("not by factors: it is not the weight of one layer" in m for m in ledger.messages)
+
+
+@pytest.mark.parametrize("algorithm", [ct.FedAvg(tau=2, batch=9), ct.FedAvg(epochs=1, batch=9), ct.FedAvg(tau=1)])
+def test_clients_with_fewer_rows_than_a_batch(algorithm):
+    """Their factors are shorter than others'."""
+    g = torch.Generator().manual_seed(0)
+    sizes = (1, 2, 3, 5, 9, 17, 30)
+    rows = [(torch.randn(n, 64, generator=g), torch.randint(10, (n,), generator=g)) for n in sizes]
+    large = nn.Sequential(*list(layers())[:4], nn.Linear(144, 512), nn.ReLU(), nn.Linear(512, 10))
+    check_against_the_reference(algorithm, large, ct.Federation.from_clients(rows))
+
+
+def test_steps_without_rows_change_nothing():
+    """Where clients are stacked the shorter one has a step of padding, whose rows may be worth an infinite loss."""
+    g = torch.Generator().manual_seed(0)
+    clients = [(torch.rand(10, 64, generator=g), torch.ones(10, 1)) for _ in range(8)]
+    clients[0] = clients[0][0][:5], torch.full((5, 1), 3000.0)  # after one step its losses overflow
+    task = ct.Task.from_module(layers(nn.Linear(24, 1)), lambda out, y: (out.exp() - y * out).sum(1))
+    algorithm, federation = ct.FedAvg(epochs=1, batch=5, lr=0.05), ct.Federation.from_clients(clients)
+    fast, slow = (after(e, algorithm, task, federation, 1) for e in ("vectorised", "sequential"))
+    assert by_factors(fast[3]) and bool(flat(slow[0]).isfinite().all())
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), rtol=1e-4, atol=1e-3)
+
+
+def test_a_buffer_that_is_carried_is_no_weight(ragged):
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers(nn.Linear(24, 10))
+            self.register_buffer("running", torch.zeros(64, 64))
+
+        def forward(self, x):
+            if self.training:
+                with torch.no_grad():
+                    self.running += 0.1 * (x.T @ x / len(x) - self.running)
+            return self.inner(x) + self.running.mean()
+
+    loss = nn.CrossEntropyLoss(reduction="none")
+    task = ct.Task.from_module(Running(), loss=loss, carry=("running",))
+    fast, slow = (after(e, ct.FedAvg(tau=2, batch=5), task, ragged, 2) for e in ("vectorised", "sequential"))
+    assert by_factors(fast[3]) == ["vectorised: FedAvg.step: inner.4.weight, inner.6.weight by factors"]
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5)
+
+
+def test_a_penalty_on_a_weight_is_not_lost(ragged):
+    """A task may look at parameters besides calling the module."""
+    plain = ct.Task.classifier(layers(nn.Linear(24, 10)))
+    task = dataclasses.replace(
+        plain, loss=lambda theta, data: plain.loss(theta, data) + 1e-5 * theta["4.weight"].square().sum()
+    )
+    fast, slow = (after(e, ct.FedAvg(tau=2, batch=5), task, ragged) for e in ("vectorised", "sequential"))
+    assert by_factors(fast[3]) == ["vectorised: FedAvg.step: 6.weight by factors"]
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-6)
+
+
+def test_what_was_no_layer_is_not_tried_again_when_a_run_is_resumed(ragged, tmp_path, caplog):
+    task, how = ct.Task.classifier(Early()), {"seed": 0, "out": tmp_path / "run"}
+    ct.fit(ct.FedAvg(tau=2, batch=5), task, ragged, rounds=1, **how)
+    with caplog.at_level("INFO", logger="coterie"):
+        ct.fit(ct.FedAvg(tau=2, batch=5), task, ragged, rounds=2, resume=True, **how)
+    assert "head.weight by factors" in caplog.text and "not by factors" not in caplog.text
 
 
 def test_products_are_added_up_in_their_own_slots_alone():

@@ -98,15 +98,32 @@ def local_update(
         ragged: Whether batches may be without rows, which make no step: where clients are stacked, those with fewer
             steps are padded.
     """
-    trained, buffers = apart(task, theta)
+    trained, buffers = trained_and_moving(task, theta)
     begin = trained if prox else NONE
     now = Standing(trained, buffers, optimiser.begin(trained) if moments is None else moments)
-    step, first = LocalStep(prox, optimiser, clip, ragged), torch.zeros(())
+    step = LocalStep(prox, optimiser, clip, ragged)
+    now, first = descended(step, task, now, begin, data, lr, tau, batches, noise)
+    return Updated({**theta, **now.trained, **now.buffers}, first, now.moments)
+
+
+def descended(
+    step: Callable[..., tuple[Standing, Tensor]],
+    task: Task,
+    now: Standing,
+    begin: Params,
+    data: Data,
+    lr: Tensor,
+    tau: int,
+    batches: Tensor | None,
+    noise: Tensor | None,
+) -> tuple[Standing, Tensor]:
+    """Where τ steps of a kind lead, and the loss on the rows of the first one; for arguments see `local_update`."""
+    first = torch.zeros(())
     for q in range(tau if batches is None else len(batches)):
         rows = data if batches is None else pick(data, batches[q])
         now, loss = _computed(step, task, now, begin, rows, None if noise is None else noise + q, lr)
         first = loss if q == 0 else first
-    return Updated({**theta, **now.trained, **now.buffers}, first, now.moments)
+    return now, first
 
 
 class Standing(NamedTuple):
@@ -203,7 +220,7 @@ def shortened(update: Any, bound: float) -> tuple[Any, Tensor]:
     return tree_map(lambda x: torch.where(known, x * factor.to(x), 0.0), update), (norm <= bound).float()
 
 
-def apart(task: Task, theta: Params) -> tuple[Params, Params]:
+def trained_and_moving(task: Task, theta: Params) -> tuple[Params, Params]:
     """The parameters that are trained, and the buffers that move with them."""
     moving = task.moving
     return {n: p for n, p in theta.items() if n not in moving}, {n: theta[n] for n in moving if n in theta}

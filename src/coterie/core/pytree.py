@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as torchs
 
 __all__ = [
-    "Outer", "Params", "all_on", "beside", "exact", "flat", "formed", "leaves", "nbytes", "put_rows", "stack",
+    "Outer", "Params", "all_on", "beside", "exact", "flat", "formed", "joined", "leaves", "nbytes", "put_rows", "stack",
     "stacked", "take", "to_device", "to_server", "tree_map", "unflat",
 ]  # fmt: skip
 
@@ -104,6 +104,16 @@ def stack(trees: Sequence[Any]) -> Any:
         torch.Size([2, 3])
     """
     return tree_map(lambda *xs: torch.stack(xs), *trees)
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """Trees of stacked tensors, put end to end along the leading axis.
+
+    Example:
+        >>> joined([{"w": torch.zeros(2, 3)}, {"w": torch.ones(1, 3)}])["w"].shape
+        torch.Size([3, 3])
+    """
+    return tree_map(lambda *xs: torch.cat(xs), *trees)
 
 
 def stacked(models: Params) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.core.engine import Exchange, Ledger
-from coterie.core.pytree import tree_map
+from coterie.core.pytree import joined
 from coterie.engines.refusal import is_refusal
 from coterie.engines.store import Store, free_memory
 
@@ -237,7 +237,7 @@ def _at_once(name: str, ways: Ways, ledger: Ledger, at: Tensor) -> Any:
             raise
         ledger.chunks[name] = 0
         ledger.messages.append(f"vectorised: {name}: {len(at)} clients one by one ({_why_refused(error)})")
-        return tree_map(lambda *xs: torch.cat(xs), *[ways.alone(i.reshape(1)) for i in at])
+        return joined([ways.alone(i.reshape(1)) for i in at])
     if name not in ledger.chunks:
         ledger.chunks[name] = len(at)
         ledger.messages.append(f"vectorised: {name}: {len(at)} clients in chunks of {len(at)} (there is little to do)")

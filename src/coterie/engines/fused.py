@@ -128,7 +128,7 @@ class Fused:
             if sent.rows is None:
                 z, label, loss = choose(split, sent, data, factor)
             else:
-                label = (sent.rows[at] if len(sent.rows) > 1 else sent.rows.expand(len(at), -1)).to(self.device)
+                label = sent.given(at).to(self.device)
                 z = first_product(split, sent.models, data.x, label, factor)
         rest = take({n: p for n, p in sent.models.items() if n not in (split.weight, split.bias)}, label)
         notes = {} if held is None else _held_loss(split, rest, z, data.y, held)

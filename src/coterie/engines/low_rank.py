@@ -11,15 +11,17 @@ of all their factors laid end to end (`Outer`). Of the 6.6 million parameters of
 are in one such layer, and a minibatch has ten rows.
 
 All other layers are trained as ever, under vmap. Where the first layer is linear `coterie.engines.fused` does better.
+
+Whether a matrix is the weight of such a layer is found out while it is used as one: if a model does anything else with
+it, the exchange is done again without (`_Elsewhere`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +30,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from coterie.core.engine import Exchange
-from coterie.core.local import NONE, apart, gradient_and_more, one_gradient, pick, training_loss
-from coterie.core.pytree import Outer, Params, leaves, nbytes, stack, take, tree_map
+from coterie.core.local import NONE, Standing, descended, gradient_and_more, trained_and_moving, training_loss
+from coterie.core.pytree import Outer, Params, joined, leaves, nbytes, stack, take, tree_leaves, tree_map
 from coterie.core.step import Local, Reply, step_name
 from coterie.core.sums import Sums, slot_sum
 from coterie.core.task import Data, Task
@@ -54,11 +56,26 @@ class LowRank:
 
     def __init__(self, engine: Vmap) -> None:
         self.engine = engine
-        self._tried: dict[str, bool] = {}
-        self._said: set[str] = set()
+        self._said: set[tuple[str, tuple[str, ...]]] = set()
 
-    def match(self, exchange: Exchange) -> _Work | None:
-        """What clients do, with large layers by factors; None if there are none, or the step does not allow for it."""
+    def combine(self, exchange: Exchange) -> Sums | None:
+        """The weighted updates added up by slot; None where there is no large layer, or none that can be done so."""
+        ledger = exchange.ledger
+        while work := self._match(exchange):
+            charged = ledger.bytes_down, ledger.bytes_up
+            try:
+                sums = self._combined(work)
+            except _Elsewhere as elsewhere:
+                ledger.bytes_down, ledger.bytes_up = charged
+                ledger.chunks[_verdict(elsewhere.name)] = 0  # a resumed run does not try again
+                ledger.messages.append(f"vectorised: {step_name(exchange.step)}: {elsewhere}")
+            else:
+                self._say(exchange, work.layers)
+                return sums
+        return None
+
+    def _match(self, exchange: Exchange) -> _Work | None:
+        """What clients do, with large layers by factors."""
         engine, message, rows = self.engine, exchange.message, exchange.rows
         step = exchange.step(engine.work)
         if engine.device.type != "cpu" or engine.precision != "float32" or engine.uplink.transforms:
@@ -73,15 +90,16 @@ class LowRank:
         if len(exchange.clients) < SHARED * models:
             return None
         sent = Sent.of(message, step, rows)
-        if not (layers := tuple(n for n in self._large(step.by, sent.models) if self._is_linear(n, sent.models))):
-            return None
-        if (name := step_name(exchange.step)) not in self._said:
-            self._said.add(name)
-            exchange.ledger.messages.append(f"vectorised: {name}: {', '.join(layers)} by factors")
-        return _Work(engine, exchange, sent, layers)
+        layers = tuple(n for n in self._large(step.by, sent.models) if exchange.ledger.chunks.get(_verdict(n)) != 0)
+        return _Work(engine, exchange, sent, layers) if layers else None
 
-    def combine(self, work: _Work) -> Sums:
-        """Run the step on every client and add the weighted updates up by slot."""
+    def _say(self, exchange: Exchange, layers: tuple[str, ...]) -> None:
+        """The log says once which layers of a step are done so."""
+        if (said := (step_name(exchange.step), layers)) not in self._said:
+            self._said.add(said)
+            exchange.ledger.messages.append(f"vectorised: {said[0]}: {', '.join(layers)} by factors")
+
+    def _combined(self, work: _Work) -> Sums:
         sums = self.engine.added(work.exchange, self._parts(work))
         # What clients were sent is the same for many: it is added at the end, once for each model and slot.
         for s, slot in work.counted.nonzero().tolist():
@@ -93,27 +111,19 @@ class LowRank:
         exchange, chunks = work.exchange, self.engine.chunks
         name = f"{step_name(exchange.step)} by factors (message of {exchange.bytes_down() / 2**20:.2f} MiB)"
         ways = Ways(name, naming_clients(work.together, work.alone), work.alone, CACHED)
-        for at, model, reply in _gathered(
-            chunks.of(exchange, self.engine.sizes(exchange), ways), exchange.bytes_down()
-        ):
+        found = ((at, *train(at)) for at, train in chunks.of(exchange, self.engine.sizes(exchange), ways))
+        for at, model, reply in _gathered(found, exchange.bytes_down()):
             slot, weight = (x.reshape(model.shape) for x in (reply.slot, reply.weight))
             work.counted.index_put_((model, slot), weight, accumulate=True)
             yield Part(at, slot_sum(reply, exchange.slots), nbytes(reply))
 
     def _large(self, by: Any, models: Params) -> list[str]:
-        """Names of the matrices that have many more numbers than their factors would have."""
+        """Names of the matrices that have many more numbers than their factors would have for the largest client."""
         n = int(self.engine.store.part("train").sizes.max())
         rank = by.steps(n) * (n if by.batch is None else min(by.batch, n))
         matrices = {name: p.shape[1:] for name, p in models.items() if p.dim() == 3}
-        return [name for name, (b, a) in matrices.items() if PAYS * rank * (a + b) <= a * b]
-
-    def _is_linear(self, name: str, models: Params) -> bool:
-        """Whether this is the weight of a linear layer that sees one row for each of a client's."""
-        if name not in self._tried:
-            rows = self.engine.store.part("train")
-            data = Data(rows.x[:2].cpu(), rows.y[:2].cpu(), torch.ones(len(rows.x[:2])))
-            self._tried[name] = is_linear(self.engine.work, take(models, 0), data, name)
-        return self._tried[name]
+        large = [name for name, (b, a) in matrices.items() if PAYS * rank * (a + b) <= a * b]
+        return [name for name in large if name not in self.engine.work.moving]
 
 
 def _is_plain(step: Train) -> bool:
@@ -122,24 +132,32 @@ def _is_plain(step: Train) -> bool:
     return isinstance(by, Descend) and by.plain and not by.prox and step.send == "model"
 
 
-def _gathered(chunks: Iterator[tuple[Tensor, Any]], size: int) -> Iterator[tuple[Tensor, Tensor, Reply]]:
-    """Clients' positions, models and replies, of so many chunks at once that their factors take so many bytes.
+def _verdict(name: str) -> str:
+    """Under which name it is kept that a matrix cannot be done by factors."""
+    return f"{name} by factors"
+
+
+Found = tuple[Tensor, Tensor, Reply]  # clients' positions, the models that they took (c, r), and their replies
+
+
+def _gathered(chunks: Iterator[Found], size: int) -> Iterator[Found]:
+    """What was found of so many chunks at once that it takes so many bytes, of one form.
 
     A sum over clients writes all of a matrix, however few they are.
     """
-    kept: list[tuple[Tensor, Tensor, Reply]] = []
-    for at, train in chunks:
-        kept.append((at, *train(at)))
-        if sum(x.nbytes for x in leaves(kept)) >= size:
-            yield _joined(kept)
-            kept = []
+    kept: list[Found] = []
+    held = 0
+    for found in chunks:
+        if kept and [x.shape[1:] for x in leaves(found)] != [x.shape[1:] for x in leaves(kept[0])]:
+            yield joined(kept)
+            kept, held = [], 0
+        kept.append(found)
+        held += sum(x.nbytes for x in leaves(found))
+        if held >= size:
+            yield joined(kept)
+            kept, held = [], 0
     if kept:
-        yield _joined(kept)
-
-
-def _joined(trees: list[Any]) -> Any:
-    """Trees of stacked tensors, end to end."""
-    return tree_map(lambda *xs: torch.cat(xs), *trees)
+        yield joined(kept)
 
 
 class _Work:
@@ -156,23 +174,22 @@ class _Work:
         by = _ByFactors(**vars(sent.step.by), layers=layers)
         self.train = replace(sent.step, by=by, choose=False, starts=None).derive(engine.work).run
         self.counted = torch.zeros(len(sent.models[layers[0]]), exchange.slots)
-        self.message = lru_cache(self._message)
 
     def together(self, at: Tensor) -> tuple[Tensor, Reply]:
         """The models that some clients took (c, r), and their stacked replies; those with one model train together."""
         with self.engine.arithmetic():
             [local] = self.engine.local(self.stages, self.exchange, at)
-            model, loss = vmap(self._chosen)(local) if self.step.choose else (self._given(at), None)
+            model, loss = vmap(self._chosen)(local) if self.step.choose else (self.sent.given(at), None)
             took, starts = model.flatten(), model.shape[1]
             groups = [(took == s).nonzero().flatten() for s in took.unique()]
             alike = len(groups) == starts == 1  # then nothing need be copied
             replies = [
-                vmap(partial(self.train, self.message(int(took[own[0]]))))(
+                vmap(partial(self.train, self._message(int(took[own[0]]))))(
                     local if alike else take(local, own // starts)
                 )
                 for own in groups
             ]
-            reply = replies[0] if alike else take(_joined(replies), torch.cat(groups).argsort())
+            reply = replies[0] if alike else take(joined(replies), torch.cat(groups).argsort())
         return model, self._as_asked(tree_map(lambda x: x.unflatten(0, model.shape), reply), model, loss)
 
     def alone(self, at: Tensor) -> tuple[Tensor, Reply]:
@@ -181,15 +198,9 @@ class _Work:
             [stacked] = self.engine.local(self.stages, self.exchange, at)
             local = tree_map(lambda x: x[0], stacked)
             chosen = self._chosen(local) if self.step.choose else None
-            model, loss = (self._given(at), None) if chosen is None else tree_map(lambda x: x[None], chosen)
-            reply = stack([self.train(self.message(s), local) for s in model[0].tolist()])
+            model, loss = (self.sent.given(at), None) if chosen is None else tree_map(lambda x: x[None], chosen)
+            reply = stack([self.train(self._message(s), local) for s in model[0].tolist()])
         return model, self._as_asked(tree_map(lambda x: x[None], reply), model, loss)
-
-    def _given(self, at: Tensor) -> Tensor:
-        """The models that some clients were sent (c, r), where they do not choose."""
-        rows = self.sent.rows
-        assert rows is not None  # they are there unless clients choose
-        return rows[at] if len(rows) > 1 else rows.expand(len(at), -1)
 
     def _chosen(self, local: Local) -> tuple[Tensor, Tensor]:
         """The models that a client takes, one for each start (r,), and its losses with them."""
@@ -203,7 +214,7 @@ class _Work:
     def _message(self, s: int) -> Models:
         """One of the models, for those who train it."""
         label = () if self.sent.label is None else self.sent.label[s]
-        return Models(take(self.sent.models, s), self.sent.lr, label)
+        return Models({n: x[s] for n, x in self.sent.models.items()}, self.sent.lr, label)
 
     def _as_asked(self, reply: Reply, model: Tensor, loss: Tensor | None) -> Reply:
         """The replies of clients and starts (c, r, …), as the step sends them."""
@@ -224,130 +235,107 @@ class _ByFactors(Descend):
 
     def __call__(self, task: Task, theta: Params, given: Given) -> Updated:
         """The trained model, and the loss of the first one on the rows of the first step."""
-        trained, buffers = apart(task, theta)
+        trained, buffers = trained_and_moving(task, theta)
         whole = {n: trained.pop(n) for n in self.layers}
-        factors, first, data = NO_FACTORS, torch.zeros(()), given.data
-        for q in range(self.tau if given.batches is None else len(given.batches)):
-            rows = data if given.batches is None else pick(data, given.batches[q])
-            seed = None if given.noise is None else given.noise + q
-            found = gradient_by_factors(task, trained, buffers, whole, factors, rows, seed)
-            after = {n: p - given.lr * found.gradient[n] for n, p in trained.items()}, {**buffers, **found.moved}
-            if self.epochs is not None:  # where clients are stacked, those with fewer steps have some without rows
-                some = rows.mask.any()
-                after = tree_map(lambda a, b, some=some: torch.where(some, a, b), after, (trained, buffers))
-            trained, buffers = after
-            factors = {n: _longer(factors.get(n), -given.lr * found.gradient[n], found.seen[n]) for n in whole}
-            first = found.loss if q == 0 else first
-        result: dict[str, Any] = {**theta, **trained, **buffers, **factors}
-        return Updated(result, first, NONE)
+        step, now = _FactorStep(whole, self.epochs is not None), Standing(trained, buffers, {})
+        now, first = descended(step, task, now, NONE, given.data, given.lr, self.tau, given.batches, given.noise)
+        return Updated({**theta, **now.trained, **now.buffers, **now.moments}, first, NONE)
 
 
-NO_FACTORS: dict[str, Outer] = {}
-
-
-def _longer(factors: Outer | None, left: Tensor, right: Tensor) -> Outer:
-    """Factors with more rows, which are those of a step."""
-    return Outer(left, right) if factors is None else Outer(*map(torch.cat, zip(factors, (left, right), strict=True)))
-
-
-class _Found(NamedTuple):
-    """What a step finds.
-
-    Attributes:
-        gradient: At the trained parameters, and at the outputs of the layers whose weights are kept by factors.
-        loss: On the rows of the step.
-        moved: What has become of the buffers.
-        seen: The rows that these layers saw.
-    """
-
-    gradient: Params
-    loss: Tensor
-    moved: Params
-    seen: Params
-
-
-def gradient_by_factors(
-    task: Task,
-    trained: Params,
-    buffers: Params,
-    whole: Params,
-    factors: dict[str, Outer],
-    rows: Data,
-    seed: Tensor | None,
-) -> _Found:
-    """The gradient of the mean loss in training of a model some of whose weights are W⁰ + LᵀR.
+@dataclass(frozen=True)
+class _FactorStep:
+    """A plain step of a model, with factors of some weights in the place of an optimiser's moments.
 
     Args:
-        task: Gives the loss.
-        trained: All parameters but these weights.
-        buffers: What moves without being trained.
-        whole: W⁰ of these weights.
-        factors: How far they have moved from there; of a weight that has not moved, nothing.
-        rows: To train on.
-        seed: Of dropout; None trains as it scores.
+        whole: What these weights were at first.
+        ragged: Whether there may be steps without rows, which change nothing.
     """
-    none_yet = {n: w.new_zeros(len(rows.mask), len(w)) for n, w in whole.items()}  # added to layers' outputs
 
-    def loss(params: Params) -> tuple[Tensor, tuple[Params, Params]]:
-        with _Layers(whole, params, factors) as layers:
-            value, moved = training_loss(task, {**params, **buffers, **whole}, rows, seed)
-        return value, (moved, layers.seen)
+    whole: Params
+    ragged: bool
 
-    gradient, value, (moved, seen) = gradient_and_more(loss, {**trained, **none_yet})
-    return _Found(gradient, value, moved, seen)
+    def __call__(
+        self, task: Task, now: Standing, begin: Params, rows: Data, noise: Tensor | None, lr: Tensor
+    ) -> tuple[Standing, Tensor]:
+        """What has become of a model, and its loss on these rows before the step."""
+        # The gradient at a layer's output is that at zeros which are added to it.
+        zeros = {n: w.new_zeros(len(rows.mask), len(w)) for n, w in self.whole.items()}
+
+        def loss(params: Params) -> tuple[Tensor, tuple[Params, Params]]:
+            added = {n: params[n] for n in self.whole}
+            with _Layers(self.whole, added, now.moments) as layers:
+                value, moved = training_loss(task, {**params, **now.buffers, **self.whole}, rows, noise)
+            return value, (moved, layers.inputs())
+
+        gradient, value, (moved, seen) = gradient_and_more(loss, {**now.trained, **zeros})
+        trained = {n: p - lr * gradient[n] for n, p in now.trained.items()}
+        more = {n: Outer(-lr * gradient[n], seen[n]) for n in self.whole}
+        buffers = {**now.buffers, **moved}
+        if self.ragged:
+            some = rows.mask.any()
+            trained, buffers = tree_map(
+                lambda a, b: torch.where(some, a, b), (trained, buffers), (now.trained, now.buffers)
+            )
+            more = tree_map(lambda x: torch.where(some, x, 0.0), more)
+        factors = {n: _longer(now.moments.get(n), own) for n, own in more.items()}
+        return Standing(trained, buffers, factors), value
+
+
+def _longer(factors: Outer | None, more: Outer) -> Outer:
+    """Factors with more rows."""
+    return more if factors is None else Outer(*map(torch.cat, zip(factors, more, strict=True)))
+
+
+class _Elsewhere(Exception):
+    """A model uses a matrix otherwise than as the weight of one linear layer that sees each row of a step once.
+
+    It is none of the errors that are taken for a model's own.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} not by factors: it is not the weight of one layer that sees each row once")
+        self.name = name
+
+
+_ABOUT = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Layers(TorchFunctionMode):
-    """In here, linear layers with these weights add to their output what they have moved by, and what is added there.
-
-    Attributes:
-        seen: The rows that each layer was given.
-    """
-
-    def __init__(self, whole: Params, added: Params, factors: dict[str, Outer]) -> None:
-        super().__init__()
-        self.whole, self.added, self.factors = whole, added, factors
-        self.seen: Params = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return self._moved(out, *args, **(kwargs or {})) if func is functional.linear else out
-
-    def _moved(self, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        name = next((n for n, w in self.whole.items() if w is weight), None)
-        if name is None:
-            return out
-        if name in self.seen or out.shape != self.added[name].shape:
-            raise RuntimeError(f"a layer whose weight is '{name}' does not see the rows of a step once, one by one")
-        self.seen[name] = input
-        out = out + self.added[name]
-        return out if name not in self.factors else out + (input @ self.factors[name].right.T) @ self.factors[name].left
-
-
-def is_linear(task: Task, theta: Params, rows: Data, name: str) -> bool:
-    """Whether a weight may be kept by factors: whether a model has the same loss and gradients that way, tried on rows.
+    """In here, linear layers with these weights add to their outputs: by what their weights have moved, and zeros.
 
     Args:
-        task: Gives the loss.
-        theta: Some model.
-        rows: Some rows.
-        name: The name of the weight.
+        whole: What the weights were.
+        zeros: What else is added to the outputs.
+        factors: How far the weights have moved; of one that has not moved, nothing.
     """
-    generator = torch.Generator().manual_seed(0)
 
-    def drawn(shape: Sequence[int]) -> Tensor:
-        return torch.randn(shape, generator=generator) / math.prod(shape) ** 0.5
+    def __init__(self, whole: Params, zeros: Params, factors: dict[str, Outer]) -> None:
+        super().__init__()
+        self.whole, self.zeros, self.factors = whole, zeros, factors
+        self._seen: Params = {}
 
-    trained, buffers = apart(task, theta)
-    trained = {n: p + drawn(p.shape) for n, p in trained.items()}  # of a model of zeros all gradients may be 0
-    weight = trained.pop(name)
-    left, right = (drawn((3, n)) for n in weight.shape)
-    moved, seed = Outer(left, right), None if task.train is None else torch.tensor(1)
-    try:
-        wanted, loss, _ = one_gradient(task, {**trained, name: weight + moved.product()}, buffers, rows, seed)
-        found = gradient_by_factors(task, trained, buffers, {name: weight}, {name: moved}, rows, seed)
-        own = {**found.gradient, name: Outer(found.gradient[name], found.seen[name]).product()}
-    except Exception:  # a model may raise anything where a layer is not used as one
-        return False
-    same = [(loss, found.loss), *((gradient, own[n]) for n, gradient in wanted.items())]
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in same)
+    def inputs(self) -> Params:
+        """The rows that each layer was given."""
+        for n in self.whole:
+            if n not in self._seen:
+                raise _Elsewhere(n)
+        return self._seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = [n for n, w in self.whole.items() if any(x is w for x in tree_leaves((args, kwargs)))]
+        if not used or func in _ABOUT:
+            return func(*args, **kwargs)
+        if func is not functional.linear:
+            raise _Elsewhere(used[0])
+        return self._linear(used[0], *args, **kwargs)
+
+    def _linear(self, name: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight is not self.whole[name] or name in self._seen:
+            raise _Elsewhere(name)
+        out = functional.linear(input, weight, bias)
+        if out.shape != self.zeros[name].shape:
+            raise _Elsewhere(name)
+        self._seen[name], moved = input, self.factors.get(name)
+        out = out + self.zeros[name]
+        return out if moved is None else out + (input @ moved.right.T) @ moved.left

@@ -42,6 +42,11 @@ class Sent(NamedTuple):
         models = tree_map(lambda x: x.flatten(0, 1), {**theta, **common})
         return cls(step, models, None, lr, torch.arange(step.k, device=lr.device).repeat(step.starts or 1))
 
+    def given(self, at: Tensor) -> Tensor:
+        """The models that clients at these positions were sent (c, r), where they do not choose."""
+        assert self.rows is not None
+        return self.rows[at] if len(self.rows) > 1 else self.rows.expand(len(at), -1)
+
     def in_order(self, slots: int) -> bool:
         """Whether model s belongs to slot s; it need not where clients were sent some of all models only."""
         if self.rows is None or self.label is None:

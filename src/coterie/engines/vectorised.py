@@ -34,8 +34,8 @@ class Vectorised(LocalEngine):
         # Of many models without labels the sums would not be by model.
         if match and not (isinstance(exchange.rows, Tensor) and match.sent.label is None):
             return self.added(exchange, self._fused.parts(exchange, match))
-        work = self._low_rank.match(exchange)
-        return self._vmap.combine(exchange) if work is None else self._low_rank.combine(work)
+        sums = self._low_rank.combine(exchange)
+        return self._vmap.combine(exchange) if sums is None else sums
 
     def replies(self, exchange: Exchange) -> Iterator[tuple[Tensor, Reply]]:
         """Run the step on chunks of clients."""
