@@ -12,6 +12,8 @@ def check_labels(out: Tensor, y: Tensor) -> str | None:
     if out.dim() != 2:
         return f"the model must give one logit per class for every row, got outputs of shape {tuple(out.shape[1:])}"
     low, high = int(y.min()), int(y.max())
+    if high == -1:
+        return "has no labels (y is None, or -1 throughout)"
     if low < 0 or high >= out.shape[-1]:
         return f"labels run from {low} to {high}, but the model has classes 0 to {out.shape[-1] - 1}"
     return None

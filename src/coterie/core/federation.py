@@ -287,7 +287,12 @@ class Federation:
 
     def select(self, clients: Sequence[int] | Tensor) -> Federation:
         """The federation of these clients, in this order, under their old names."""
-        keep = torch.as_tensor(clients, dtype=torch.long).tolist()
+        given = clients.tolist() if isinstance(clients, Tensor | np.ndarray) else list(clients)
+        keep = [int(i) for i in given if isinstance(i, int | np.integer) and not isinstance(i, bool)]
+        if len(keep) < len(given) or not all(0 <= i < len(self) for i in keep) or not keep:
+            what = f"whole numbers from 0 to {len(self) - 1}, at least one"
+            wrong = next((i for i in given if i not in range(len(self)) or isinstance(i, bool)), given)
+            raise ValueError(f"Federation.select: clients must be {what}, got {wrong!r}")
         return Federation(
             Packed.of([self.train.client(i) for i in keep]),
             self.test and Packed.of([self.test.client(i) for i in keep]),
@@ -301,8 +306,21 @@ class Federation:
     def map(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], **source: Any) -> Federation:
         """Every client's rows, train and test, put through `change(i, x, y)`."""
 
+        def changed(i: int, part: Packed) -> tuple[Tensor, Tensor]:
+            rows = change(i, *part.client(i))
+            if not isinstance(rows, tuple) or len(rows) != 2:
+                raise ValueError(
+                    f"Federation.map: {self.name(i)}: change must return a pair (x, y), got {type(rows).__name__}"
+                )
+            return rows
+
         def apply(part: Packed) -> Packed:
-            return Packed.of([change(i, *part.client(i)) for i in range(len(self))])
+            clients = [changed(i, part) for i in range(len(self))]
+            shapes = [tuple(tuple(np.shape(rows)[1:]) for rows in own) for own in clients]
+            if other := next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None):
+                own, first = (f"{self.name(i)} has rows and targets of shapes {shapes[i]}" for i in (other, 0))
+                raise ValueError(f"Federation.map: after the change {own}, but {first}")
+            return Packed.of(clients)
 
         described = {**self.source, **source} if self.source else {}
         train, test = apply(self.train), self.test and apply(self.test)

@@ -47,6 +47,7 @@ class PureModule:
 
     def __init__(self, module: nn.Module, batch_norm: BatchNorm = "average", carry: Sequence[str] = ()) -> None:
         _check_layers(module)
+        module = _as_frozen(module)
         self.name = name_of(module)
         self.batch_norm: BatchNorm = batch_norm
         self.carry = tuple(carry)
@@ -168,6 +169,8 @@ class PureModule:
         scored, again, trained, once_more = (trial.out for trial in trials)
         if not (torch.equal(scored, again) and torch.equal(trained, once_more)):  # Python and numpy have them, too
             return f"{self.name} gives another output for the same row and parameters when it is called again"
+        if self.kinds.trained and not trials[2].tracked:
+            return f"{self.name} gives an output without a gradient (is its forward under torch.no_grad?)"
         self.moves = bool(trials[2].special or self.kinds.carried or self.kinds.personal)
         self.moves = self.moves or not torch.equal(scored, trained)
         return None
@@ -176,8 +179,9 @@ class PureModule:
         """A pass of a copy of the module."""
         copied, rows = in_mode(copy.deepcopy(self._module), training), torch.ones(len(_first(args, kwargs)))
         with torch.set_grad_enabled(training), Pass(rows, _PROBE if training else None) as own:
-            out = output_of(copied(*args, **kwargs)).detach()
-        return _Trial(out.nan_to_num(), own.drawn, own.hooked, bool(own.used), self._moved(copied))
+            out = output_of(copied(*args, **kwargs))
+        tracked = out.requires_grad
+        return _Trial(out.detach().nan_to_num(), own.drawn, own.hooked, bool(own.used), self._moved(copied), tracked)
 
     def _moved(self, module: nn.Module) -> list[str]:
         """The buffers of which a pass has made something else."""
@@ -199,6 +203,7 @@ class _Trial(NamedTuple):
     hooked: bool  # whether it put a hook on a tensor
     special: bool  # whether it had dropout or BatchNorm
     moved: list[str]  # the buffers that it changed
+    tracked: bool  # whether its output has a gradient
 
 
 class _OnDevices:
@@ -254,6 +259,16 @@ def _kinds(module: nn.Module, batch_norm: BatchNorm, carry: Sequence[str]) -> Ki
     known = {*trained, *carried, *personal}
     rest = [n for n, _ in (*module.named_parameters(), *module.named_buffers()) if n not in known]
     return Kinds(tuple(trained), tuple(carried), tuple(personal), tuple(rest))
+
+
+def _as_frozen(module: nn.Module) -> nn.Module:
+    """A copy of which BatchNorm layers that are frozen and in evaluation, as the user gave them, are held."""
+    copied = copy.deepcopy(module)
+    for layer in copied.modules():
+        frozen = not any(p.requires_grad for p in layer.parameters(recurse=False))
+        if isinstance(layer, _BatchNorm) and layer.affine and frozen and not layer.training:
+            hold(layer)
+    return copied
 
 
 def _aliases(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:

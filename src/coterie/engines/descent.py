@@ -204,7 +204,7 @@ def gradients_of(split: FirstLinear) -> Gradients:
         return _logit_gradients
     if split.head is not None:
         return _head_gradients(split.head)
-    return _traced_gradients(split)
+    return traced_gradients(split)
 
 
 def _squared_gradients(rest: Params, z: Tensor, y: Tensor, shares: Tensor) -> tuple[Tensor, Params, Tensor]:
@@ -245,8 +245,8 @@ def _head_gradients(head: Head) -> Gradients:
     return gradients
 
 
-def _traced_gradients(split: FirstLinear) -> Gradients:
-    """Of anything."""
+def traced_gradients(split: FirstLinear) -> Gradients:
+    """Of anything that vmap can batch."""
 
     def gradients(rest: Params, z: Tensor, y: Tensor, shares: Tensor) -> tuple[Tensor, Params, Tensor]:
         with torch.enable_grad():

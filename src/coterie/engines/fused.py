@@ -23,12 +23,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
 from coterie.core.engine import Exchange
 from coterie.core.first_layer import FirstLinear
-from coterie.core.pytree import Params, nbytes, take, tree_map
+from coterie.core.key import Key
+from coterie.core.pytree import Params, nbytes, stack, take, tree_map
 from coterie.core.step import Reply, step_name
 from coterie.core.task import Data
 from coterie.core.train import Descend, Gradient, Models, Train
@@ -43,11 +44,13 @@ from coterie.engines.descent import (
     reach_of,
     reach_side,
     shortened,
+    traced_gradients,
 )
 from coterie.engines.graphs import Replayed
 from coterie.engines.kernels import descend_by_turns, descend_on_chip, fits, turns
 from coterie.engines.local import LocalEngine, Part
 from coterie.engines.products import Factor
+from coterie.engines.refusal import is_refusal
 from coterie.engines.sent import Sent
 from coterie.engines.store import Kept
 from coterie.engines.trained import Trained, members
@@ -223,6 +226,22 @@ class Fused:
         return torch.ones(like.shape, device=self.device)
 
     @cached_property
+    def _refused(self) -> bool:
+        """Whether vmap cannot batch what comes after the first layer, tried on two clients of two rows."""
+        if (split := self._first) is None:
+            return False
+        part, theta = self.engine.store.part("train"), self.engine.work.init(Key.of(0))
+        x, y = part.x[:2].cpu().flatten(1), part.y[:2].cpu()
+        z = nn.functional.linear(x, theta[split.weight], theta[split.bias] if split.bias else None)
+        rest = {n: p for n, p in theta.items() if n not in (split.weight, split.bias)}
+        rest, z, y, shares = stack([(rest, z, y, torch.ones(len(x)))] * 2)
+        try:
+            traced_gradients(split)(rest, z, y, shares)
+        except RuntimeError as error:
+            return is_refusal(error)
+        return False
+
+    @cached_property
     def _first(self) -> FirstLinear | None:
         """The model taken apart; None if it cannot be."""
         return self.engine.work.first_layer(self.engine.store.part("train").x[:2].cpu())
@@ -241,6 +260,8 @@ class Fused:
             return "minibatches are fused on a CPU only"
         if self._first is None:
             return NOT_LINEAR
+        if self._refused:
+            return "vmap cannot batch what comes after the first layer"
         if isinstance(step.by, Descend) and step.by.batch is not None:
             n, d = self._shape()
             h = {**message.theta, **message.common}[self._first.weight].shape[-2]

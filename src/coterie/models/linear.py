@@ -29,6 +29,8 @@ class Linear(nn.Linear):
     def __init__(
         self, inputs: int, outputs: int, bias: bool = True, phi: Callable[[Tensor], Tensor] | None = None
     ) -> None:
+        if min(inputs, outputs) < 1:
+            raise ValueError(f"Linear: inputs and outputs must be at least 1, got {inputs} and {outputs}")
         super().__init__(inputs, outputs, bias)
         self.phi = phi
         if phi is None:  # a function cannot be written to the configuration of a run

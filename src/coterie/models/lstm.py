@@ -25,9 +25,10 @@ class LSTM(nn.Module):
 
     def __init__(self, words: int, embedding: int = 64, hidden: int = 128, layers: int = 2) -> None:
         super().__init__()
-        if layers < 1:
-            raise ValueError(f"LSTM: layers must be at least 1, got {layers}")
         self.spec = {"name": "lstm", "words": words, "embedding": embedding, "hidden": hidden, "layers": layers}
+        for name in ("words", "embedding", "hidden", "layers"):
+            if self.spec[name] < 1:
+                raise ValueError(f"LSTM: {name} must be at least 1, got {self.spec[name]}")
         self.embedding = nn.Embedding(words, embedding)
         sizes = (embedding, *[hidden] * (layers - 1))
         self.inputs = nn.ModuleList(nn.Linear(size, 4 * hidden) for size in sizes)

@@ -23,6 +23,8 @@ class MLP(nn.Module):
         super().__init__()
         if len(sizes) < 2:
             raise ValueError(f"MLP: sizes must be at least two numbers, features and classes, got {list(sizes)}")
+        if min(sizes) < 1:
+            raise ValueError(f"MLP: sizes must be at least 1, got {list(sizes)}")
         self.spec = {"name": "mlp", "sizes": list(sizes)}
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 

@@ -20,6 +20,7 @@ from coterie.core.method import Method
 from coterie.core.step import Reply
 from coterie.core.sums import Sums
 from coterie.core.task import Data, Task
+from coterie.runs.arguments import check_task
 from coterie.runs.config import build_algorithm, build_task
 from coterie.runs.fingerprint import difference, fingerprint
 from coterie.runs.folder import (
@@ -50,6 +51,8 @@ def load(folder: str | Path, task: Task | None = None) -> Run:
     Raises:
         ValueError: The folder holds no finished run, or the task's model is another one.
     """
+    if task is not None:
+        check_task(task, "load")
     path = Path(folder)
     result, config = read_result(path), read_config(path)
     with _said_of(path / CONFIG):
