@@ -280,3 +280,8 @@ def test_a_callback_may_answer_with_numpys_or_torchs_true(digits):
     for answer in (np.True_, torch.tensor(True)):
         run = ct.fit(ct.FedAvg(), TASK, digits, rounds=3, callbacks=[lambda row, run, answer=answer: answer])
         assert len(run.history) == 1
+
+
+def test_a_module_is_no_task_to_load_with(tmp_path):
+    with pytest.raises(ValueError, match=r"load: task must be a Task, such as Task.classifier\(module\)"):
+        ct.load(tmp_path, task=nn.Linear(2, 2))

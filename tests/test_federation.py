@@ -277,3 +277,28 @@ def test_a_configuration_may_name_a_folder(tmp_path, ragged):
     fed = build_federation({"name": "mapped", "path": folder})
     assert equal(fed.train, ragged.train) and fed.source == {"name": "mapped", "path": folder}
     assert json.loads((tmp_path / "fed" / "federation.json").read_text())["train"]["clients"] == 12
+
+
+@pytest.mark.parametrize(
+    ("clients", "got"),
+    [([9], "9"), ([-1], "-1"), ([1.5], "1.5"), (torch.tensor([True, False]), "True"), (["0"], "'0'"), ([], r"\[\]")],
+)
+def test_select_says_which_clients_there_are(clients, got):
+    federation = ct.Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3))] * 4)
+    with pytest.raises(ValueError, match=f"clients must be whole numbers from 0 to 3, at least one, got {got}"):
+        federation.select(clients)
+
+
+def test_map_names_the_client_whose_rows_it_cannot_use():
+    federation = ct.Federation.from_clients([(torch.zeros(3, 2), torch.zeros(3))] * 2)
+    with pytest.raises(ValueError, match=r"client 0: change must return a pair \(x, y\), got NoneType"):
+        federation.map(lambda i, x, y: None)
+    with pytest.raises(ValueError, match=r"client 1 has rows and targets of shapes \(\(1,\), \(\)\), but client 0"):
+        federation.map(lambda i, x, y: (x[:, i:], y))
+
+
+def test_clients_without_labels_are_named():
+    rows = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
+    federation = ct.Federation.from_clients([rows, (rows[0], None)])
+    with pytest.raises(ValueError, match=r"client 1: has no labels \(y is None, or -1 throughout\)"):
+        ct.fit(ct.FedAvg(), ct.Task.classifier(ct.models.Linear(2, 2)), federation, rounds=1)

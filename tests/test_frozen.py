@@ -475,3 +475,12 @@ def test_nodes_of_flower_read_the_run_and_compute_features_once(pretrained, fede
     there = fit_on(lambda key: on_flower(federation, task, key), method, rounds=4, evaluations=1)
     assert sum(passed) == len(federation.train.x) + len(federation.test.x)
     assert gap(there, fit(method, through(task), federation, rounds=4, evaluations=1)) < 1e-5
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm_that_is_frozen_by_hand_and_in_evaluation_keeps_its_statistics(training):
+    trunk = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()).requires_grad_(False)
+    task = ct.Task.classifier(nn.Sequential(trunk.train(training), nn.Linear(72, 10)), init="module")
+    run = ct.fit(ct.FedAvg(tau=2), task, ct.data.digits(4), rounds=1)
+    moved = not torch.equal(run.module(0).get_buffer("0.1.running_mean"), trunk[1].running_mean)
+    assert moved == training

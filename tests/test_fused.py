@@ -473,3 +473,22 @@ def test_a_stopped_linear_regression_resumes_to_the_same_bits(tmp_path):
     ct.fit(algorithm, task, federation, rounds=4, out=tmp_path / "run")
     parts = ct.fit(algorithm, task, federation, rounds=8, out=tmp_path / "run", resume=True)
     assert all(torch.equal(a, b) for a, b in zip(leaves(whole.models), leaves(parts.models), strict=True))
+
+
+class Asks(nn.Module):
+    """Asks for the value of what comes after its first layer, which vmap forbids."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out if float(out.detach().abs().max()) < 1e9 else -out
+
+
+def test_what_vmap_refuses_after_the_first_layer_is_not_fused(ragged):
+    task = ct.Task.classifier(Asks())
+    fast, slow = (after(e, ct.IFCA(2, init="random"), task, ragged, 2) for e in ("vectorised", "sequential"))
+    assert torch.allclose(flat(fast[0]), flat(slow[0]), atol=1e-5) and torch.equal(fast[1], slow[1])
+    assert any("not fused: vmap cannot batch what comes after the first layer" in m for m in fast[3].messages)

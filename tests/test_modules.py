@@ -586,3 +586,24 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     assert ct.load(tmp_path / "run", task=run.task).algorithm == ct.IFCA(k=2, lr=0.5, tau=3)
     with pytest.raises(ValueError, match="tau must be at least 1"):
         ct.fit(ct.FedAvg(tau=np.int64(0)), ct.Task.classifier(dense()), clients(6), rounds=1)
+
+
+def test_a_model_without_a_gradient_is_refused():
+    class Silent(nn.Linear):
+        def forward(self, input):
+            with torch.no_grad():
+                return super().forward(input.flatten(1))
+
+    with pytest.raises(ValueError, match=r"Silent gives an output without a gradient \(is its"):
+        ct.fit(ct.FedAvg(), ct.Task.classifier(lambda: Silent(64, 10)), ct.data.digits(4), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(lambda: ct.models.MLP(64, -16, 10), "MLP: sizes must be at least 1, got"),
+     (lambda: ct.models.Linear(-1, 2), "Linear: inputs and outputs must be at least 1, got -1 and 2"),
+     (lambda: ct.models.LSTM(-5), "LSTM: words must be at least 1, got -5")],
+)  # fmt: skip
+def test_sizes_of_models_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
