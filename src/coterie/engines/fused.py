@@ -236,7 +236,8 @@ class Fused:
         rest = {n: p for n, p in theta.items() if n not in (split.weight, split.bias)}
         rest, z, y, shares = stack([(rest, z, y, torch.ones(len(x)))] * 2)
         try:
-            traced_gradients(split)(rest, z, y, shares)
+            with self.engine.arithmetic():
+                traced_gradients(split)(rest, z, y, shares)
         except RuntimeError as error:
             return is_refusal(error)
         return False
